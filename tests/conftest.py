@@ -1,8 +1,7 @@
 """Where the GPU tests run, how Triton kernels run without a GPU, and which inputs property tests see.
 
 TRITON_INTERPRET is read when triton itself is imported and when a kernel is decorated, so it has to be set before any
-test module is collected. It changes nothing else: without a GPU nothing but our kernels is written in Triton.
-"""
+test module is collected. It changes nothing else: without a GPU nothing but our kernels is written in Triton."""
 
 from __future__ import annotations
 

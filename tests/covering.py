@@ -2,12 +2,11 @@
 
 `@pytest.mark.matrix` on a parametrized test: `make test` runs a covering array of its cells, in which every value of
 every parameter occurs ("each", the default) or every pair of values ("pairs"); `by={"case": family_of}` covers what a
-function makes of a parameter's values, here every family. The other cells are marked slow and run
-in `make test-all`. The choice depends on nothing but the parameters, so it is the same in every run.
+function makes of a parameter's values, here every family. The other cells are marked slow and run in `make test-all`.
+The choice depends on nothing but the parameters, so it is the same in every run.
 
 `@pytest.mark.sentinels("qwen3-mxfp8", ...)` names the cells that `make test` runs, by their ids, where a person chooses
-better: the cheapest of each mechanism.
-"""
+better: the cheapest of each mechanism."""
 
 from __future__ import annotations
 
@@ -47,8 +46,7 @@ _BEGAN = pytest.StashKey[float]()
 def chosen(cells: list[Cell], strength: int) -> list[int]:
     """Return the positions of cells that cover all `strength`-tuples of parameter values which occur in any cell.
 
-    Greedy: again and again the first of the cells that cover the most that is not covered yet.
-    """
+    Greedy: again and again the first of the cells that cover the most that is not covered yet."""
     tuples = [set(itertools.combinations(sorted(cell.items()), min(strength, len(cell)))) for cell in cells]
     missing = set().union(*tuples)
     found: list[int] = []

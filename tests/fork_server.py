@@ -2,8 +2,7 @@
 
 A new interpreter spends seconds on imports; a test whose claim is the process (that it dies, that it is one of two
 ranks) needs none of that. Where the interpreter is the claim (what is imported, memory, warnings at start), use
-subprocess.
-"""
+subprocess."""
 
 from __future__ import annotations
 
@@ -36,8 +35,7 @@ class Python:
     """`python ARGUMENTS` in a fork: "-m", module, ...; "-c", code, ...; or script, ....
 
     env: the whole environment, this process's by default. fresh: in an interpreter of its own after all, whose hashes
-    of texts are others. What it prints goes to files, for `finish`.
-    """
+    of texts are others. What it prints goes to files, for `finish`."""
 
     def __init__(
         self, arguments: list[str], *, env: Mapping[str, str] | None = None, cwd: Path = ROOT, fresh: bool = False

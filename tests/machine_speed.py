@@ -1,8 +1,7 @@
 """How slow this machine is beside the one that the tests' budgets were written on: `python -m tests.machine_speed`.
 
 Printed is a factor, at least 1, for `pytest --budget`. Most of the suite's time is Python's and the compiler's, so that
-is what is measured: an interpreter that imports torch, and a loop of Python.
-"""
+is what is measured: an interpreter that imports torch, and a loop of Python."""
 
 from __future__ import annotations
 

@@ -46,8 +46,7 @@ def on_ranks(
     Each rank calls the test with what its fixtures and parameters are here, which are pickled, after `manual_seed(0)`
     and with a compiler that has compiled nothing. The test fails with the traceback of each rank that fails, with what
     one that died wrote, and with the stack of one that has not ended after `timeout` seconds; the workers of a test
-    that fails are killed, and the next test gets new ones. within: a context that each rank enters for the body.
-    """
+    that fails are killed, and the next test gets new ones. within: a context that each rank enters for the body."""
 
     def decorate(test: Test) -> Test:
         @functools.wraps(test)
@@ -205,8 +204,7 @@ def run_on_ranks(arguments: list[str], *, ranks: int = 2, timeout: float, fresh:
     """Start so many Pythons with the environment that torchrun gives them; return what each printed.
 
     timeout: seconds for each. fresh: as for Python. A rank that fails fails the test with how each rank ended and what
-    it wrote to stderr: the first may only have lost another that died.
-    """
+    it wrote to stderr: the first may only have lost another that died."""
     shared = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     shared["OMP_NUM_THREADS"] = "1"
     processes = [

@@ -181,5 +181,4 @@ def test_the_command(tmp_path: Path) -> None:
     found = json.loads(file.read_text())
     assert {row["section"] for row in found["rows"]} == {"permute", "norms"}
     assert len(H100.norms) * 4 <= sum(row["side"] == "ours" and row["section"] == "norms" for row in found["rows"])
-    assert found["ceilings"]["copy_bytes_per_s"] > 1e11
-    assert found["measured_at"] == AT_START
+    assert found["ceilings"]["copy_bytes_per_s"] > 1e11 and found["measured_at"] == AT_START

@@ -1,8 +1,7 @@
 """Tiny random models of every family beyond the first dense ones, one case per flag that changes the mathematics.
 
 A case is (model_type, options); `make` builds it with transformers. Sizes are small and all different, so that swapped
-dimensions do not fit; every parameter is random, so that swapped tensors are noticed.
-"""
+dimensions do not fit; every parameter is random, so that swapped tensors are noticed."""
 
 from __future__ import annotations
 
@@ -15,18 +14,11 @@ from tests.checkpoints.gemma_cases import GEMMAS
 from tests.checkpoints.hf_cases import transformers
 from tests.checkpoints.mixer_cases import MIXERS
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 61,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+SIZES: dict[str, Any] = (
+    {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    | {"num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1}
+    | {"eos_token_id": 2}
+)
 GPT2_SIZES: dict[str, Any] = {
     "vocab_size": 61,
     "n_embd": 32,
@@ -219,14 +211,8 @@ DENSE: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "hyperclovax": (
         "hyperclovax",
-        {
-            "head_dim": 16,
-            "embedding_multiplier": 6.0,
-            "attention_multiplier": 0.2,
-            "residual_multiplier": 0.4,
-            "logits_scaling": 0.3,
-            "tie_word_embeddings": True,
-        },
+        {"head_dim": 16, "embedding_multiplier": 6.0, "attention_multiplier": 0.2, "residual_multiplier": 0.4}
+        | {"logits_scaling": 0.3, "tie_word_embeddings": True},
     ),
     "hyperclovax-no-post-norms": ("hyperclovax", {"use_post_norm": False, "attention_bias": True, "mlp_bias": True}),
     "youtu": ("youtu", {**LATENT, "rope_parameters": YARN_SCORES, "attention_bias": True}),
@@ -249,30 +235,16 @@ MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2_moe": ("qwen2_moe", {**ROUTED, "shared_expert_intermediate_size": 40}),
     "qwen2_moe-mixed-window": (
         "qwen2_moe",
-        {
-            **ROUTED,
-            "shared_expert_intermediate_size": 40,
-            "norm_topk_prob": True,
-            "num_hidden_layers": 3,
-            "mlp_only_layers": [1],
-            "use_sliding_window": True,
-            "sliding_window": 5,
-            "max_window_layers": 3,
-        },
+        {**ROUTED, "shared_expert_intermediate_size": 40, "norm_topk_prob": True, "num_hidden_layers": 3}
+        | {"mlp_only_layers": [1], "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 3},
     ),
     "olmoe": ("olmoe", {"num_experts": 8, "num_experts_per_tok": 3}),
     "olmoe-clipped": ("olmoe", {"num_experts": 4, "num_experts_per_tok": 2, "clip_qkv": 0.7, "norm_topk_prob": True}),
     "granitemoe": (
         "granitemoe",
-        {
-            "num_local_experts": 4,
-            "num_experts_per_tok": 2,
-            "embedding_multiplier": 6.0,
-            "attention_multiplier": 0.2,
-            "residual_multiplier": 0.4,
-            "logits_scaling": 3.0,
-            "tie_word_embeddings": True,
-        },
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "embedding_multiplier": 6.0}
+        | {"attention_multiplier": 0.2, "residual_multiplier": 0.4, "logits_scaling": 3.0}
+        | {"tie_word_embeddings": True},
     ),
     "granitemoeshared": (
         "granitemoeshared",
@@ -300,28 +272,14 @@ MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "ernie4_5_moe-interval": (
         "ernie4_5_moe",
-        {
-            "num_hidden_layers": 4,
-            "moe_num_experts": 4,
-            "moe_k": 2,
-            "moe_intermediate_size": 24,
-            "moe_num_shared_experts": 0,
-            "moe_layer_start_index": 1,
-            "moe_layer_end_index": 3,
-            "moe_layer_interval": 2,
-            "tie_word_embeddings": False,
-        },
+        {"num_hidden_layers": 4, "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 24}
+        | {"moe_num_shared_experts": 0, "moe_layer_start_index": 1, "moe_layer_end_index": 3}
+        | {"moe_layer_interval": 2, "tie_word_embeddings": False},
     ),
     "ernie4_5_moe-biases": (
         "ernie4_5_moe",
-        {
-            "use_bias": True,
-            "moe_num_experts": 4,
-            "moe_k": 2,
-            "moe_intermediate_size": 24,
-            "moe_num_shared_experts": 2,
-            "moe_layer_start_index": 1,
-        },
+        {"use_bias": True, "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 24}
+        | {"moe_num_shared_experts": 2, "moe_layer_start_index": 1},
     ),
     "hunyuan_v1_moe": (
         "hunyuan_v1_moe",
@@ -370,15 +328,8 @@ MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "solar_open": ("solar_open", {**SIGMOID, "head_dim": 16}),
     "solar_open-plain": (
         "solar_open",
-        {
-            **SIGMOID,
-            "head_dim": 8,
-            "n_group": 1,
-            "topk_group": 1,
-            "norm_topk_prob": False,
-            "attention_bias": True,
-            "tie_word_embeddings": True,
-        },
+        {**SIGMOID, "head_dim": 8, "n_group": 1, "topk_group": 1, "norm_topk_prob": False, "attention_bias": True}
+        | {"tie_word_embeddings": True},
     ),
 }
 GREEDY = {**SIGMOID, "n_group": None, "topk_group": None}
@@ -409,80 +360,37 @@ LATENTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "deepseek_v3-halves": (
         "deepseek_v3",
-        {
-            **SIGMOID,
-            **LATENT,
-            "q_lora_rank": None,
-            "rope_interleave": False,
-            "norm_topk_prob": False,
-            "first_k_dense_replace": 0,
-        },
+        {**SIGMOID, **LATENT, "q_lora_rank": None, "rope_interleave": False, "norm_topk_prob": False}
+        | {"first_k_dense_replace": 0},
     ),
     "axk1": ("axk1", {**SIGMOID, **LATENT, "num_hidden_layers": 3, "rope_parameters": YARN_SCORES}),
     "axk1-kinds": (
         "axk1",
-        {
-            **SIGMOID,
-            **LATENT,
-            "mlp_layer_types": ["sparse", "dense"],
-            "rope_interleave": False,
-            "norm_topk_prob": False,
-            "attention_bias": True,
-        },
+        {**SIGMOID, **LATENT, "mlp_layer_types": ["sparse", "dense"], "rope_interleave": False}
+        | {"norm_topk_prob": False, "attention_bias": True},
     ),
     "glm4_moe_lite": ("glm4_moe_lite", {**SIGMOID, **LATENT, "num_hidden_layers": 3}),
     "llama4": (
         "llama4_text",
-        {
-            "num_hidden_layers": 4,
-            "intermediate_size_mlp": 40,
-            "head_dim": 8,
-            "num_local_experts": 4,
-            "attention_chunk_size": 7,
-            "floor_scale": 4,
-            "attn_scale": 0.5,
-            "interleave_moe_layer_step": 2,
-        },
+        {"num_hidden_layers": 4, "intermediate_size_mlp": 40, "head_dim": 8, "num_local_experts": 4}
+        | {"attention_chunk_size": 7, "floor_scale": 4, "attn_scale": 0.5, "interleave_moe_layer_step": 2},
     ),
     "llama4-top2": (
         "llama4_text",
-        {
-            "intermediate_size_mlp": 40,
-            "head_dim": 16,
-            "num_local_experts": 4,
-            "num_experts_per_tok": 2,
-            "no_rope_layers": [0, 1],
-            "layer_types": ["full_attention", "full_attention"],
-            "use_qk_norm": False,
-            "attn_temperature_tuning": False,
-            "attention_bias": True,
-        },
+        {"intermediate_size_mlp": 40, "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2}
+        | {"no_rope_layers": [0, 1], "layer_types": ["full_attention", "full_attention"], "use_qk_norm": False}
+        | {"attn_temperature_tuning": False, "attention_bias": True},
     ),
     "llama4-other-chunks": (
         "llama4_text",
-        {
-            "intermediate_size_mlp": 40,
-            "head_dim": 8,
-            "num_local_experts": 4,
-            "attention_chunk_size": 5,
-            "floor_scale": 4,
-            "no_rope_layers": [1, 0],
-            "layer_types": ["full_attention", "chunked_attention"],
-        },
+        {"intermediate_size_mlp": 40, "head_dim": 8, "num_local_experts": 4, "attention_chunk_size": 5}
+        | {"floor_scale": 4, "no_rope_layers": [1, 0], "layer_types": ["full_attention", "chunked_attention"]},
     ),
     "llama4-dense": (  # as MobileLLM-R1
         "llama4_text",
-        {
-            "intermediate_size_mlp": 48,
-            "head_dim": 8,
-            "num_local_experts": 0,
-            "num_experts_per_tok": 0,
-            "moe_layers": [],
-            "interleave_moe_layer_step": 0,
-            "no_rope_layers": [1, 1],
-            "attention_chunk_size": 7,
-            "tie_word_embeddings": True,
-        },
+        {"intermediate_size_mlp": 48, "head_dim": 8, "num_local_experts": 0, "num_experts_per_tok": 0}
+        | {"moe_layers": [], "interleave_moe_layer_step": 0, "no_rope_layers": [1, 1], "attention_chunk_size": 7}
+        | {"tie_word_embeddings": True},
     ),
     "hy_v3": ("hy_v3", {**ROUTED, "head_dim": 16, "num_shared_experts": 2, "attention_bias": True}),
     "hy_v3-biases": ("hy_v3", {**ROUTED, "head_dim": 8, "mlp_bias": True}),

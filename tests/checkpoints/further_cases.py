@@ -39,17 +39,8 @@ FURTHER: dict[str, tuple[str, dict[str, Any]]] = {
     "minicpm3": ("minicpm3", {**_LATENT, "scale_emb": 3.0, "scale_depth": 0.9, "dim_model_base": 12}),
     "minicpm3-flags": (
         "minicpm3",
-        {
-            **_LATENT,
-            "q_lora_rank": None,
-            "v_head_dim": None,
-            "scale_depth": None,
-            "dim_model_base": None,
-            "attention_bias": True,
-            "mlp_bias": True,
-            "tie_word_embeddings": False,
-            "rope_parameters": _LONGROPE,
-        },
+        {**_LATENT, "q_lora_rank": None, "v_head_dim": None, "scale_depth": None, "dim_model_base": None}
+        | {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False, "rope_parameters": _LONGROPE},
     ),
     "mistral4": (
         "mistral4",
@@ -61,32 +52,16 @@ FURTHER: dict[str, tuple[str, dict[str, Any]]] = {
             "n_shared_experts": 2,
             "first_k_dense_replace": 1,
             "routed_scaling_factor": 1.5,
-            "rope_parameters": {
-                "rope_type": "yarn",
-                "rope_theta": 1e4,
-                "factor": 4.0,
-                "original_max_position_embeddings": 16,
-                "mscale": 1.0,
-                "mscale_all_dim": 1.3,
-                "llama_4_scaling_beta": 0.4,
-            },
+            "rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
+            | {"original_max_position_embeddings": 16, "mscale": 1.0, "mscale_all_dim": 1.3}
+            | {"llama_4_scaling_beta": 0.4},
         },
     ),
     "mistral4-groups": (
         "mistral4",
-        {
-            **_LATENT,
-            "n_routed_experts": 8,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 24,
-            "n_group": 4,
-            "topk_group": 2,
-            "norm_topk_prob": False,
-            "q_lora_rank": None,
-            "rope_interleave": False,
-            "attention_bias": True,
-            "tie_word_embeddings": True,
-        },
+        {**_LATENT, "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_group": 4}
+        | {"topk_group": 2, "norm_topk_prob": False, "q_lora_rank": None, "rope_interleave": False}
+        | {"attention_bias": True, "tie_word_embeddings": True},
     ),
     "gptj": ("gptj", {"rotary_dim": 4}),
     "gptj-flags": (
@@ -101,26 +76,15 @@ FURTHER: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_bigcode": ("gpt_bigcode", {"n_inner": 48, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}),
     "gpt_bigcode-flags": (
         "gpt_bigcode",
-        {
-            "multi_query": False,
-            "scale_attn_weights": False,
-            "activation_function": "relu",
-            "attention_softmax_in_fp32": False,
-            "scale_attention_softmax_in_fp32": False,
-            "tie_word_embeddings": False,
-        },
+        {"multi_query": False, "scale_attn_weights": False, "activation_function": "relu"}
+        | {"attention_softmax_in_fp32": False, "scale_attention_softmax_in_fp32": False}
+        | {"tie_word_embeddings": False},
     ),
     "gpt_neo": ("gpt_neo", {"attention_types": [[["global", "local"], 1]], "window_size": 5}),
     "gpt_neo-flags": (
         "gpt_neo",
-        {
-            "num_hidden_layers": 3,
-            "attention_types": [[["local"], 2], [["global"], 1]],
-            "window_size": 7,
-            "intermediate_size": None,
-            "activation_function": "gelu",
-            "tie_word_embeddings": False,
-        },
+        {"num_hidden_layers": 3, "attention_types": [[["local"], 2], [["global"], 1]], "window_size": 7}
+        | {"intermediate_size": None, "activation_function": "gelu", "tie_word_embeddings": False},
     ),
     "nanochat": ("nanochat", {}),
     "nanochat-flags": (
@@ -202,36 +166,19 @@ FURTHER: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "cohere2_moe": (
         "cohere2_moe",
-        {
-            "num_hidden_layers": 3,
-            "head_dim": 8,
-            "sliding_window": 7,
-            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
-            "mlp_layer_types": ["dense", "sparse", "sparse"],
-            "num_experts": 6,
-            "num_shared_experts": 2,
-            "prefix_dense_intermediate_size": 40,
-            "logit_scale": 0.5,
-        },
+        {"num_hidden_layers": 3, "head_dim": 8, "sliding_window": 7}
+        | {"layer_types": ["full_attention", "sliding_attention", "full_attention"]}
+        | {"mlp_layer_types": ["dense", "sparse", "sparse"], "num_experts": 6, "num_shared_experts": 2}
+        | {"prefix_dense_intermediate_size": 40, "logit_scale": 0.5},
     ),
     "cohere2_moe-flags": (
         "cohere2_moe",
-        {
-            "num_hidden_layers": 3,
-            "head_dim": 8,
-            "sliding_window": 7,
-            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
-            "mlp_layer_types": ["dense", "dense", "sparse"],
-            "prefix_dense_sliding_window_pattern": 4,
-            "num_experts": 6,
-            "num_experts_per_tok": 3,
-            "num_shared_experts": 1,
-            "shared_expert_combination_strategy": "sum",
-            "expert_selection_fn": "sigmoid",
-            "rms_norm_eps": 1e-4,
-            "attention_bias": True,
-            "tie_word_embeddings": False,
-        },
+        {"num_hidden_layers": 3, "head_dim": 8, "sliding_window": 7}
+        | {"layer_types": ["full_attention", "sliding_attention", "full_attention"]}
+        | {"mlp_layer_types": ["dense", "dense", "sparse"], "prefix_dense_sliding_window_pattern": 4}
+        | {"num_experts": 6, "num_experts_per_tok": 3, "num_shared_experts": 1}
+        | {"shared_expert_combination_strategy": "sum", "expert_selection_fn": "sigmoid", "rms_norm_eps": 1e-4}
+        | {"attention_bias": True, "tie_word_embeddings": False},
     ),
     "lfm3": (
         "lfm3",
@@ -244,16 +191,8 @@ FURTHER: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "lfm3-flags": (
         "lfm3",
-        {
-            "num_hidden_layers": 3,
-            "head_dim": 8,
-            "layer_types": ["conv", "full_attention", "conv"],
-            "use_sandwich_norm": False,
-            "use_attention_gate": False,
-            "attention_bias": True,
-            "conv_bias": True,
-            "conv_L_cache": 4,
-            "tie_word_embeddings": False,
-        },
+        {"num_hidden_layers": 3, "head_dim": 8, "layer_types": ["conv", "full_attention", "conv"]}
+        | {"use_sandwich_norm": False, "use_attention_gate": False, "attention_bias": True, "conv_bias": True}
+        | {"conv_L_cache": 4, "tie_word_embeddings": False},
     ),
 }

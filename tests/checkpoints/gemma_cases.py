@@ -47,23 +47,11 @@ GEMMAS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gemma4": (
         "gemma4_text",
-        {
-            "num_hidden_layers": 6,
-            "layer_types": _TYPES,
-            "head_dim": 8,
-            "global_head_dim": 16,
-            "num_global_key_value_heads": 1,
-            "attention_k_eq_v": True,
-            "num_kv_shared_layers": 2,
-            "vocab_size_per_layer_input": 61,
-            "hidden_size_per_layer_input": 6,
-            "enable_moe_block": True,
-            "num_experts": 4,
-            "top_k_experts": 2,
-            "moe_intermediate_size": 20,
-            "sliding_window": 5,
-            "final_logit_softcapping": 3.0,
-        },
+        {"num_hidden_layers": 6, "layer_types": _TYPES, "head_dim": 8, "global_head_dim": 16}
+        | {"num_global_key_value_heads": 1, "attention_k_eq_v": True, "num_kv_shared_layers": 2}
+        | {"vocab_size_per_layer_input": 61, "hidden_size_per_layer_input": 6, "enable_moe_block": True}
+        | {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 20, "sliding_window": 5}
+        | {"final_logit_softcapping": 3.0},
     ),
     "gemma4-biases": (
         "gemma4_text",

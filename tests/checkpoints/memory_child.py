@@ -1,8 +1,7 @@
 """Run conversions and report the peak anonymous memory of each above that of the interpreter before it.
 
 Anonymous memory (RssAnon) is what a process cannot give back; pages of mapped files, which the kernel drops at will, do
-not count. It is sampled by a thread, so short peaks need the conversion to last longer than the sampling interval.
-"""
+not count. It is sampled by a thread, so short peaks need the conversion to last longer than the sampling interval."""
 
 from __future__ import annotations
 

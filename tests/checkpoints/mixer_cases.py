@@ -51,44 +51,21 @@ _YARN = {
 MIXERS: dict[str, tuple[str, dict[str, Any]]] = {
     "afmoe": (
         "afmoe",
-        {
-            **_SHARED,
-            "num_hidden_layers": 3,
-            "head_dim": 16,
-            "sliding_window": 5,
-            "global_attn_every_n_layers": 2,
-            "route_scale": 1.7,
-            "num_shared_experts": 2,
-        },
+        {**_SHARED, "num_hidden_layers": 3, "head_dim": 16, "sliding_window": 5, "global_attn_every_n_layers": 2}
+        | {"route_scale": 1.7, "num_shared_experts": 2},
     ),
     "afmoe-scaled-embeddings": (
         "afmoe",
-        {
-            **_SHARED,
-            "head_dim": 8,
-            "sliding_window": 7,
-            "layer_types": ["full_attention", "sliding_attention"],
-            "mup_enabled": True,
-            "attention_bias": True,
-            "num_dense_layers": 0,
-            "num_shared_experts": 1,
-            "tie_word_embeddings": True,
-        },
+        {**_SHARED, "head_dim": 8, "sliding_window": 7, "layer_types": ["full_attention", "sliding_attention"]}
+        | {"mup_enabled": True, "attention_bias": True, "num_dense_layers": 0, "num_shared_experts": 1}
+        | {"tie_word_embeddings": True},
     ),
     "laguna": (
         "laguna",
-        {
-            **_SHARED,
-            "num_hidden_layers": 3,
-            "head_dim": 16,
-            "sliding_window": 5,
-            "layer_types": THREE,
-            "num_attention_heads_per_layer": [4, 6, 2],
-            "rope_parameters": BY_TYPE,
-            "shared_expert_intermediate_size": 40,
-            "moe_routed_scaling_factor": 1.7,
-            "moe_router_logit_softcapping": 2.0,
-        },
+        {**_SHARED, "num_hidden_layers": 3, "head_dim": 16, "sliding_window": 5, "layer_types": THREE}
+        | {"num_attention_heads_per_layer": [4, 6, 2], "rope_parameters": BY_TYPE}
+        | {"shared_expert_intermediate_size": 40, "moe_routed_scaling_factor": 1.7}
+        | {"moe_router_logit_softcapping": 2.0},
     ),
     "laguna-channels": (
         "laguna",
@@ -117,17 +94,9 @@ MIXERS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "flint-biases": (
         "flint",
-        {
-            **_SHARED,
-            "head_dim": 8,
-            "sliding_window": 6,
-            "layer_types": ["sliding_attention", "full_attention"],
-            "mlp_only_layers": [1],
-            "norm_topk_prob": False,
-            "attention_bias": True,
-            "shared_expert_intermediate_size": 20,
-            "tie_word_embeddings": True,
-        },
+        {**_SHARED, "head_dim": 8, "sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}
+        | {"mlp_only_layers": [1], "norm_topk_prob": False, "attention_bias": True}
+        | {"shared_expert_intermediate_size": 20, "tie_word_embeddings": True},
     ),
     "granite_swa": ("granite_swa", {**_GRANITE, "layer_rope_theta": [0, 1e4, 1e3, 0]}),
     "granite_swa-biases": (
@@ -156,14 +125,8 @@ MIXERS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "kolibri1": (
         "kolibri1",
-        {
-            **_SHARED,
-            "num_hidden_layers": 5,
-            "head_dim": 16,
-            "sliding_window": 5,
-            "shared_expert_intermediate_size": 40,
-            "norm_topk_prob": True,
-        },
+        {**_SHARED, "num_hidden_layers": 5, "head_dim": 16, "sliding_window": 5}
+        | {"shared_expert_intermediate_size": 40, "norm_topk_prob": True},
     ),
     "kolibri1-without-windows": (
         "kolibri1",
@@ -177,36 +140,15 @@ MIXERS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "mimo_v2_flash": (
         "mimo_v2_flash",
-        {
-            "n_routed_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 24,
-            "num_hidden_layers": 3,
-            "layer_types": THREE,
-            "head_dim": 16,
-            "v_head_dim": 6,
-            "sliding_window": 5,
-            "rope_parameters": BY_TYPE,
-            "routed_scaling_factor": 1.7,
-            "n_group": 2,
-            "topk_group": 1,
-        },
+        {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "num_hidden_layers": 3}
+        | {"layer_types": THREE, "head_dim": 16, "v_head_dim": 6, "sliding_window": 5, "rope_parameters": BY_TYPE}
+        | {"routed_scaling_factor": 1.7, "n_group": 2, "topk_group": 1},
     ),
     "mimo_v2_flash-biases": (
         "mimo_v2_flash",
-        {
-            "n_routed_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 24,
-            "head_dim": 12,
-            "v_head_dim": 8,
-            "sliding_window": 6,
-            "attention_bias": True,
-            "attention_value_scale": None,
-            "mlp_layer_types": ["sparse", "dense"],
-            "norm_topk_prob": False,
-            "num_attention_heads": 8,
-        },
+        {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 12}
+        | {"v_head_dim": 8, "sliding_window": 6, "attention_bias": True, "attention_value_scale": None}
+        | {"mlp_layer_types": ["sparse", "dense"], "norm_topk_prob": False, "num_attention_heads": 8},
     ),
     "deepseek_v32": ("deepseek_v32", {**_SPARSE, "first_k_dense_replace": 1, "rope_parameters": _YARN}),
     "deepseek_v32-biases": (

@@ -1,8 +1,7 @@
 """Quantized Hugging Face folders, made and decoded plainly: tables and repeated scales, float64, no te_models.
 
 A folder starts as a tiny model that transformers saved. The weights that a case chooses get random codes and random
-scales, so every code occurs; what they stand for is computed here and saved as a plain folder, the reference.
-"""
+scales, so every code occurs; what they stand for is computed here and saved as a plain folder, the reference."""
 
 from __future__ import annotations
 
@@ -35,22 +34,11 @@ SIZES: dict[str, Any] = {
     "max_position_embeddings": 64,
 }
 _MOE = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
-_LATENT = {
-    "q_lora_rank": 128,
-    "kv_lora_rank": 128,
-    "qk_nope_head_dim": 64,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 64,
-    "head_dim": 64,
-    "num_key_value_heads": 4,
-    "n_routed_experts": 4,
-    "n_group": 1,
-    "topk_group": 1,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 128,
-    "n_shared_experts": 1,
-    "first_k_dense_replace": 1,
-}
+_LATENT = (
+    {"q_lora_rank": 128, "kv_lora_rank": 128, "qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 64}
+    | {"head_dim": 64, "num_key_value_heads": 4, "n_routed_experts": 4, "n_group": 1, "topk_group": 1}
+    | {"num_experts_per_tok": 2, "moe_intermediate_size": 128, "n_shared_experts": 1, "first_k_dense_replace": 1}
+)
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3Config", {}),
     "qwen3_moe": ("Qwen3MoeConfig", _MOE),
@@ -475,8 +463,7 @@ def _make(case: Case, root: Path, dtype: torch.dtype) -> None:
     torch.manual_seed(5)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
-        model.save_pretrained(reference)
+        transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).save_pretrained(reference)
     shutil.copytree(reference, quantized)
     files: Tensors = {}
     plain: Tensors = {}

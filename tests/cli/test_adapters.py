@@ -131,8 +131,7 @@ def test_what_is_no_model_is_refused_by_its_kind(folders: Folders, capsys: pytes
             (empty, "is no model folder: it has no config.json"),
             (file, "is not a folder; allowed"),
         ):
-            assert main([verb, str(named), *words]) == 2
-            assert sentence in capsys.readouterr().err
+            assert main([verb, str(named), *words]) == 2 and sentence in capsys.readouterr().err
     adapter, out = str(folders[1]), str(folders[0].parent / "out")
     init = ["init", "--task", "lora", "--output", out, "--model", adapter]
     for words in (["inspect", adapter], ["export", adapter, out], ["reshard", adapter, out], init):

@@ -40,8 +40,7 @@ def test_the_script_is_one_that_the_shell_reads(shell: str, capsys: pytest.Captu
     pytest.importorskip("shtab", reason="writes it (extra completion)")
     assert main(["completion", shell, "--json"]) == 0
     script = json.loads(capsys.readouterr().out)["script"]
-    assert main(["completion", shell]) == 0
-    assert capsys.readouterr().out == script.rstrip("\n") + "\n"
+    assert main(["completion", shell]) == 0 and capsys.readouterr().out == script.rstrip("\n") + "\n"
     for word in ("quickstart", "precision.recipe", "mxfp8"):
         assert word in script
     if shutil.which(shell):
@@ -65,8 +64,7 @@ def test_bash_completes(capsys: pytest.CaptureFixture[str], folder: Path) -> Non
     run = subprocess.run(
         ["bash", "--norc", "-c", "\n".join(tries)], cwd=folder, capture_output=True, text=True, check=True
     )
-    found = dict(zip(CASES, map(str.split, run.stdout.splitlines()), strict=True))
-    assert found == CASES
+    assert dict(zip(CASES, map(str.split, run.stdout.splitlines()), strict=True)) == CASES
 
 
 @pytest.mark.skipif(shutil.which("fish") is None, reason="fish is not installed")

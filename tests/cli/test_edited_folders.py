@@ -83,8 +83,7 @@ def test_what_decides_numbers_is_strict(
     else:
         data[-1] ^= 1
     (hf / name).write_bytes(data)
-    assert main(["verify", str(hf)]) == 1
-    assert "manifest.json says" in capsys.readouterr().out
+    assert main(["verify", str(hf)]) == 1 and "manifest.json says" in capsys.readouterr().out
     assert main(["import", str(hf), str(tmp_path / "model")]) == 2
     assert "--no-verify" in capsys.readouterr().err
     assert main(["import", str(hf), str(tmp_path / "model"), "--no-verify"]) == 0
@@ -108,8 +107,7 @@ def test_removed_and_added_files_are_notes_and_added_weights_are_not(
     assert main(["verify", str(hf)]) == 0
     assert {*re.findall(r"note: \S+: '(\S+)' is not as", capsys.readouterr().err)} == {"README.md", "tokenizer.json"}
     (hf / "more.safetensors").write_bytes(b"")
-    assert main(["verify", str(hf)]) == 1
-    assert "does not list: 'more.safetensors'" in capsys.readouterr().out
+    assert main(["verify", str(hf)]) == 1 and "does not list: 'more.safetensors'" in capsys.readouterr().out
 
 
 def test_every_verb_that_says_no_verify_has_it(
@@ -160,5 +158,4 @@ def test_every_verb_that_says_no_verify_has_it(
             assert "--no-verify" in verbs_of(build_parser()).choices[name]._option_string_actions, name
         else:
             assert name == "diff", (name, told)  # which reads no manifest
-    assert main(["train", "run.toml", "--no-verify"]) == 0
-    assert main(["inspect", "hf", "--no-verify"]) == 0
+    assert main(["train", "run.toml", "--no-verify"]) == 0 and main(["inspect", "hf", "--no-verify"]) == 0

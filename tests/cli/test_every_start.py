@@ -169,8 +169,7 @@ def sentence(verb: str, start: str) -> str | None:
     """Return the pattern of what a verb says of a start; None: it works."""
     if start in WORKS.get(verb, ()):
         return None
-    said = REFUSED.get(verb, {})
-    return said.get(start) or (None if start in MODELS else NO_MODEL[start])
+    return REFUSED.get(verb, {}).get(start) or (None if start in MODELS else NO_MODEL[start])
 
 
 @pytest.fixture(scope="module")

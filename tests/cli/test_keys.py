@@ -45,8 +45,7 @@ def test_a_key_is_a_line_of_toml_and_a_sentence(
         "[data]  The token data set and the shape of a batch.\n  path  (string, unset)\n      Folder"
     )
     assert "\n  sequence_length = 1024  (integer)\n      Tokens in a window.\n" in text
-    assert "\n  tokenizer  (string, unset)\n" in text
-    assert "[optimizer]" not in text
+    assert "\n  tokenizer  (string, unset)\n" in text and "[optimizer]" not in text
     assert "[model.config.moe.router]" in printed(capsys, "train", "--help-keys", "model.config")
     assert printed(capsys, "info", "--keys", "moe").startswith("[moe]  Mixture of experts;")
     monkeypatch.setenv("COLUMNS", "60")
@@ -63,8 +62,7 @@ def test_a_file_shows_what_it_sets(
     text = printed(capsys, *words, "--optimizer.lr", "1e-3")
     assert "\n  steps  (integer, required; here 7)\n" in text
     assert "\n  betas = [0.9, 0.95]  (list of numbers; here [0.8, 0.9])\n" in text
-    assert "\n  lr = 0.0003  (number; here 0.001)\n" in text
-    assert "\n  eps = 1e-08  (number)\n" in text
+    assert "\n  lr = 0.0003  (number; here 0.001)\n" in text and "\n  eps = 1e-08  (number)\n" in text
 
 
 def test_keys_as_json(capsys: pytest.CaptureFixture[str]) -> None:

@@ -67,8 +67,7 @@ def test_help_has_an_example_that_parses(verb: str, capsys: pytest.CaptureFixtur
         main([verb, "--help"])
     assert exit_.value.code == 0
     text = capsys.readouterr().out
-    assert "--json" in text
-    assert "--debug" in text
+    assert "--json" in text and "--debug" in text
     (example,) = re.findall(r"example:\n  te-models (.*)\n", text)
     words = [word.strip('"') for word in re.findall(r'"[^"]*"|\S+', example)]
     args, rest = build_parser().parse_known_args(words)
@@ -106,10 +105,8 @@ def test_info_says_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["info", "--json"]) == 0
     values = json.loads(capsys.readouterr().out)
     assert {"current", "block", "mxfp8"} <= set(values["recipes"])
-    assert {"llama", "mixtral", "qwen3_moe"} <= set(values["families"])
-    assert values["versions"]["torch"]
-    assert values["devices"][0]["name"] == "cpu"
-    assert values["extras"]["hf"] is True
+    assert {"llama", "mixtral", "qwen3_moe"} <= set(values["families"]) and values["versions"]["torch"]
+    assert values["devices"][0]["name"] == "cpu" and values["extras"]["hf"] is True
 
 
 def test_info_as_text(capsys: pytest.CaptureFixture[str]) -> None:
@@ -142,8 +139,7 @@ def test_errors_become_one_sentence(
     monkeypatch.setattr(info, "collect", fail)
     assert main(["info"]) == code
     captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err == f"te-models: {sentence}\n"
+    assert captured.out == "" and captured.err == f"te-models: {sentence}\n"
 
 
 @pytest.mark.parametrize(("error", "code"), [(ValueError("deep inside"), 2), (TypeError("deep inside"), 3)])
@@ -212,8 +208,7 @@ def test_names_that_the_terminal_cannot_show_are_escaped(
     stdout = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
     monkeypatch.setattr(info, "run", lambda args: print(name) or 0)
     monkeypatch.setattr(sys, "stdout", stdout)
-    assert main(["info"]) == 0
-    assert stdout.buffer.getvalue() == written + b"\n"
+    assert main(["info"]) == 0 and stdout.buffer.getvalue() == written + b"\n"
 
 
 @pytest.mark.parametrize(
@@ -289,10 +284,8 @@ def test_bad_input_is_one_sentence_and_exit_2(
     monkeypatch.chdir(tmp_path)
     assert main(words) == 2
     captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err.startswith("te-models: ")
-    assert captured.err.count("\n") == 1
-    assert "Traceback" not in captured.err
+    assert captured.out == "" and captured.err.startswith("te-models: ")
+    assert captured.err.count("\n") == 1 and "Traceback" not in captured.err
     assert list(tmp_path.iterdir()) == []
 
 

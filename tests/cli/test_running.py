@@ -58,8 +58,7 @@ def test_many_prompts_continue_as_each_alone(
     for row in rows:
         ids = torch.tensor([list(row["prompt"].encode())])
         expected = generate(gpt, ids, 8, eos_token_id=256)[0, ids.shape[1] :].tolist()
-        assert row["tokens"] == expected
-        assert row["finish"] == ("stop" if expected[-1] == 256 else "length")
+        assert row["tokens"] == expected and row["finish"] == ("stop" if expected[-1] == 256 else "length")
     assert main([*words, "--prompts", str(tmp_path / "p.jsonl")]) == 0
     assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == rows
 
@@ -76,8 +75,7 @@ def test_a_stop_string_ends_the_text_before_it(words: list[str], capsys: pytest.
 
 def test_nothing_is_shown_that_may_become_a_stop_string_or_half_a_character() -> None:
     text = TextStream(lambda ids: bytes(ids).decode("utf-8", "replace"), stop=["END"], ends=[0])
-    shown = [text.add(token) for token in "aEé".encode()]
-    assert shown == ["a", "", "E", "é"] and not text.finished
+    assert [text.add(token) for token in "aEé".encode()] == ["a", "", "E", "é"] and not text.finished
     assert [text.add(token) for token in b"ENEND"] == ["", "", "EN", "", ""]
     assert text.finished and text.text + text.rest() == "aEéEN"
     ended = TextStream(lambda ids: bytes(ids).decode(), ends=[0])
@@ -152,8 +150,7 @@ def test_a_chat_answers_each_turn_with_all_turns_before_it(
     words = ["generate", str(tmp_path / "model"), "--tokenizer", str(tmp_path), "--chat", "--system", "s"]
     words += ["--dtype", "float32", "--max-new-tokens", "4"]
     monkeypatch.setattr(sys, "stdin", io.StringIO("hi\n"))
-    assert main(words) == 2
-    assert "there is no chat template in the folder" in capsys.readouterr().err
+    assert main(words) == 2 and "there is no chat template in the folder" in capsys.readouterr().err
     (tmp_path / "chat_template.jinja").write_text(CHAT)
     monkeypatch.setattr(sys, "stdin", io.StringIO("hi\n\nagain\n"))
     messages = run_json(capsys, *words)["messages"]
@@ -176,8 +173,7 @@ def test_eval_scores_files_and_all_of_them(model: Path, tmp_path: Path, capsys: 
     assert (b["tokens"], b["bytes"], b["documents"]) == (17, 17, 2)
     mean = (100 * a["nats_per_token"] + 17 * b["nats_per_token"]) / 117
     assert found["all"]["nats_per_token"] == pytest.approx(mean)
-    assert found["all"]["bits_per_byte"] == pytest.approx(mean / 0.6931471805599453)
-    assert main(words) == 0
+    assert found["all"]["bits_per_byte"] == pytest.approx(mean / 0.6931471805599453) and main(words) == 0
     assert "bits per byte" in capsys.readouterr().out
 
 
@@ -207,5 +203,4 @@ def test_bad_input_is_one_sentence(
     Path("p.jsonl").write_text('{"prompt": "x"}\n{"text": "x"}\n')
     Path("empty.txt").touch()
     name, *rest = options
-    assert main([name, str(model), "--tokenizer", "bytes", *rest]) == 2
-    assert says in capsys.readouterr().err
+    assert main([name, str(model), "--tokenizer", "bytes", *rest]) == 2 and says in capsys.readouterr().err

@@ -122,8 +122,7 @@ def test_a_run_in_a_pipe_prints_a_line_for_each_step(config: Path, capsys: pytes
     tokenizing, making, first, last, validation = captured.err.splitlines()
     assert tokenizing == f"te-models: tokenizing data.text into {config.parent}/data"
     assert making == "te-models: making a model of random weights"
-    assert re.fullmatch(STEP.format(1, ""), first)
-    assert re.fullmatch(STEP.format(2, "  eta 0:00"), last)
+    assert re.fullmatch(STEP.format(1, ""), first) and re.fullmatch(STEP.format(2, "  eta 0:00"), last)
     assert re.fullmatch(r"step 2/2  validation loss \d\.\d{4}", validation)
 
 
@@ -153,8 +152,6 @@ def test_a_terminal_hears_why_nothing_happens(
     monkeypatch.setenv("TERM", "xterm")
     (config.parent / "config.json").write_text("{}")  # of no model
     words = ["generate", str(config.parent), "--prompt", "x"]
-    assert main(words) == 2
-    assert "loading" not in capsys.readouterr().err
+    assert main(words) == 2 and "loading" not in capsys.readouterr().err
     monkeypatch.setattr(sys, "stderr", terminal := Terminal())
-    assert main(words) == 2
-    assert terminal.getvalue().startswith(f"te-models: loading {config.parent}\n")
+    assert main(words) == 2 and terminal.getvalue().startswith(f"te-models: loading {config.parent}\n")

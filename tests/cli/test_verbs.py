@@ -76,8 +76,7 @@ def test_import_then_export_restores_the_folder(
 ) -> None:
     result = run_json(capsys, "export", model, tmp_path / "back")
     before, after = tensors(hf), tensors(tmp_path / "back")
-    assert result["plan"]["tensors"] == len(after)
-    assert before.keys() == after.keys()
+    assert result["plan"]["tensors"] == len(after) and before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert run_json(capsys, "verify", hf, tmp_path / "back")["equal"] is True
 
@@ -97,8 +96,7 @@ def test_exported_experts_load_in_transformers(moe: Path, tmp_path: Path) -> Non
 
     assert main(["export", str(moe), str(tmp_path / "hf"), "--family", "mixtral"]) == 0
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
-    assert type(loaded).__name__ == "MixtralForCausalLM"
-    assert loaded.config.num_experts_per_tok == 2
+    assert type(loaded).__name__ == "MixtralForCausalLM" and loaded.config.num_experts_per_tok == 2
 
 
 def test_a_quantized_export_says_what_transformers_lacks_to_read_it(
@@ -117,8 +115,7 @@ def test_a_quantized_export_says_what_transformers_lacks_to_read_it(
         assert main(words) == 0
         notes.append([line for line in capsys.readouterr().out.splitlines() if line.startswith("note: to read it")])
     needed = "note: to read it, transformers needs the package 'accelerate': pip install 'te_models[quantized]'"
-    assert notes == [[needed], []]
-    assert main(["export", str(model), str(tmp_path / "plain")]) == 0
+    assert notes == [[needed], []] and main(["export", str(model), str(tmp_path / "plain")]) == 0
     assert "note: to read it" not in capsys.readouterr().out
 
 
@@ -133,8 +130,7 @@ def test_relayout_there_and_back(moe: Path, quantized: bool, tmp_path: Path) -> 
     assert main(["relayout", str(tmp_path / "there"), str(tmp_path / "back"), "--layout", "grouped"]) == 0
     before, there, back = tensors(source), tensors(tmp_path / "there"), tensors(tmp_path / "back")
     assert "decoder.layers.0.mlp.experts.linear_fc1.weight" in before.keys() - there.keys()
-    assert "decoder.layers.0.mlp.experts.linear_fc1.weight0" in there
-    assert before.keys() == back.keys()
+    assert "decoder.layers.0.mlp.experts.linear_fc1.weight0" in there and before.keys() == back.keys()
     for name, tensor in before.items():
         assert tensor.dtype == back[name].dtype
         assert torch.equal(tensor.view(torch.uint8), back[name].view(torch.uint8)), name
@@ -162,8 +158,7 @@ def test_inspect(moe: Path, capsys: pytest.CaptureFixture[str]) -> None:
     result = run_json(capsys, "inspect", moe, "--tensors")
     assert result["kind"] == "te_models"
     assert result["parameters"] == sum(t.numel() for t in tensors(moe).values())
-    assert set(result["tensors"]) == set(tensors(moe))
-    assert main(["inspect", str(moe), "--tensors"]) == 0
+    assert set(result["tensors"]) == set(tensors(moe)) and main(["inspect", str(moe), "--tensors"]) == 0
     assert "decoder.layers.1.mlp.router.weight" in capsys.readouterr().out
 
 
@@ -179,8 +174,7 @@ def test_dry_run_writes_nothing(model: Path, tmp_path: Path, capsys: pytest.Capt
         ["upcycle", model, "--experts", 4, "--topk", 2],
     ):
         result = run_json(capsys, words[0], words[1], tmp_path / "out", *words[2:], "--dry-run")
-        assert result["dry_run"] is True
-        assert result["plan"]["tensors"] > 0
+        assert result["dry_run"] is True and result["plan"]["tensors"] > 0
         assert list(tmp_path.iterdir()) == []
     assert main(["export", str(model), str(tmp_path / "out"), "--dry-run"]) == 0
     printed = capsys.readouterr().out.splitlines()
@@ -232,8 +226,7 @@ def test_force_replaces_a_model_folder_and_nothing_else(
     out = tmp_path / "out"
     assert main(["import", str(hf), str(out)]) == 0
     assert main(["upcycle", str(model), str(out), "--experts", "4", "--topk", "2"]) == 2
-    assert "--force" in capsys.readouterr().err
-    assert "decoder.layers.0.mlp.router.weight" not in tensors(out)
+    assert "--force" in capsys.readouterr().err and "decoder.layers.0.mlp.router.weight" not in tensors(out)
     assert main(["upcycle", str(model), str(out), "--experts", "4", "--topk", "2", "--force"]) == 0
     assert "decoder.layers.0.mlp.router.weight" in tensors(out)
     other = tmp_path / "other"
@@ -395,8 +388,7 @@ progress = false
     assert json.loads(capsys.readouterr().out)["optimizer"]["lr"] == 0.01
     assert not (tmp_path / "run").exists()
     result = run_json(capsys, "train", config, "--steps", 4, "--data.micro-batch-size", 2)
-    assert result["step"] == 4
-    assert result["loss"] < 7
+    assert result["step"] == 4 and result["loss"] < 7
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 4
     assert main(["generate", result["model_dir"], "--prompt", "def", "--max-new-tokens", "4"]) == 0
 

@@ -54,8 +54,7 @@ def special(x: Tensor) -> Tensor:
 
 
 def assert_same(found: Tensor | None, expected: Tensor) -> None:
-    assert found is not None
-    assert found.dtype == expected.dtype
+    assert found is not None and found.dtype == expected.dtype
     assert torch.equal(found.isnan(), expected.isnan())
     integers = {2: torch.int16, 4: torch.int32}[found.dtype.itemsize]
     found, expected = (torch.where(t.isnan(), 0, t).contiguous().view(integers) for t in (found, expected))

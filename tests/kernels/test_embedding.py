@@ -25,8 +25,7 @@ def test_values_and_gradient(shape: tuple[int, ...], rows: int, channels: int, d
     one_hot = torch.nn.functional.one_hot(ids.flatten(), rows).double().t()
     terms = grad.flatten(0, -2).double()
     bound = (UNIT[dtype] + ids.numel() * UNIT[torch.float32]) * (one_hot @ terms.abs())
-    assert weight.grad.dtype == dtype
-    assert ((weight.grad.double() - one_hot @ terms).abs() <= bound).all()
+    assert weight.grad.dtype == dtype and ((weight.grad.double() - one_hot @ terms).abs() <= bound).all()
 
 
 def test_many_uses_of_one_token_are_summed_in_float32() -> None:

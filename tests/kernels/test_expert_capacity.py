@@ -21,8 +21,7 @@ def choices(tokens: int, topk: int, experts: int) -> tuple[torch.Tensor, torch.T
     """Different experts for each token, some popular, and weights of which some are equal."""
     generator = torch.Generator().manual_seed(tokens)
     popular = torch.rand(tokens, experts, generator=generator) + torch.linspace(1, 0, experts)
-    indices = popular.topk(topk, dim=1).indices
-    return indices, torch.randint(1, 4, (tokens, topk), generator=generator) / 4
+    return popular.topk(topk, dim=1).indices, torch.randint(1, 4, (tokens, topk), generator=generator) / 4
 
 
 @pytest.mark.parametrize("policy", ["probs", "position"])
@@ -55,8 +54,7 @@ def test_every_expert_has_exactly_its_capacity_of_rows(tokens: int, topk: int, e
     everything = torch.cat([order.row_of_slot.flatten(), order.padding_rows])
     assert torch.equal(everything.sort().values, torch.arange(rows))
     assert bool((order.slot_of_row[order.padding_rows] == -1).all())
-    expert_of_row = order.row_of_slot // capacity
-    assert torch.equal(expert_of_row[kept], indices[kept])
+    assert torch.equal((order.row_of_slot // capacity)[kept], indices[kept])
     x = torch.randn(tokens, 3, dtype=torch.float64)
     found = unpermute(permute(x, order), order, kept.double())
     assert torch.allclose(found, x * kept.sum(1, keepdim=True), rtol=1e-6)

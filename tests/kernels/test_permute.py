@@ -32,8 +32,7 @@ def test_the_permutation_sorts_slots_stably(size: tuple[int, int, int, int]) -> 
     indices = routed(tokens, k, experts, seed)
     p = sort_by_expert(indices, experts)
     expected = sorted(range(tokens * k), key=lambda slot: (indices.flatten()[slot].item(), slot))
-    assert p.slot_of_row.tolist() == expected
-    assert p.row_of_slot.shape == (tokens, k)
+    assert p.slot_of_row.tolist() == expected and p.row_of_slot.shape == (tokens, k)
     assert p.slot_of_row[p.row_of_slot.flatten()].tolist() == list(range(tokens * k))
     assert p.tokens_per_expert.tolist() == torch.bincount(indices.flatten(), minlength=experts).tolist()
 
@@ -132,8 +131,7 @@ def test_aligned_experts_start_and_end_at_multiples(size: tuple[int, int, int, i
     assert rows % align == 0 and rows >= len(expected)
     assert rows <= tokens * k + min(experts, tokens * k) * (align - 1) + align
     expected += [-1] * (rows - len(expected))
-    assert p.slot_of_row.tolist() == expected
-    assert p.padding_rows is not None
+    assert p.slot_of_row.tolist() == expected and p.padding_rows is not None
     assert p.padding_rows.tolist() == [row for row, slot in enumerate(expected) if slot < 0]
     assert p.slot_of_row[p.row_of_slot.flatten()].tolist() == list(range(tokens * k))
 
@@ -171,8 +169,7 @@ def test_an_alignment_below_one_is_refused() -> None:
 
 
 def test_an_expert_may_get_all_tokens_or_none() -> None:
-    indices = torch.tensor([[2, 0], [2, 0], [2, 0]])
-    p = sort_by_expert(indices, 4)
+    p = sort_by_expert(torch.tensor([[2, 0], [2, 0], [2, 0]]), 4)
     assert p.tokens_per_expert.tolist() == [3, 0, 3, 0]
     assert permute(torch.tensor([[1.0], [2.0], [3.0]]), p).flatten().tolist() == [1, 2, 3, 1, 2, 3]
 
@@ -218,8 +215,7 @@ def test_compiled_gradients_are_those_of_eager(dtype: torch.dtype, weighted: boo
 
     compiled = torch.compile(unpermute, fullgraph=True, backend="aot_eager")
     for got, expected in zip(gradients(compiled), gradients(unpermute), strict=True):
-        assert expected.any()
-        assert torch.equal(got, expected)
+        assert expected.any() and torch.equal(got, expected)
 
 
 @pytest.mark.parametrize("way", [pytest.param("forth", marks=pytest.mark.slow), "back"])

@@ -32,9 +32,7 @@ from te_models.kernels.custom_op import (
     registered,
     registration,
 )
-from te_models.kernels.custom_op import (
-    schema as kinds,
-)
+from te_models.kernels.custom_op import schema as kinds
 from te_models.kernels.grouped_gemm import grouped_gemm
 from te_models.layers import MXFP8Quantizer
 
@@ -93,8 +91,7 @@ def test_objects_become_their_fields_and_objects_again() -> None:
     y = op(*flatten(left), *flatten(right), *flatten(Options()), [1, 2])
     assert torch.equal(y, torch.full((3, 5), 8.0))
     assert seen[0][0]._replace(data=None, scale=None) == left._replace(data=None, scale=None)
-    assert seen[0][1]._replace(data=None) == right._replace(data=None)
-    assert seen[0][2] == Options()
+    assert seen[0][1]._replace(data=None) == right._replace(data=None) and seen[0][2] == Options()
 
 
 def test_a_compiled_function_flattens_objects_without_a_break() -> None:
@@ -144,8 +141,7 @@ def test_a_process_group_goes_by_its_name() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         group = dist.group.WORLD
-        assert group is not None
-        assert torch.equal(op(torch.ones(2), group.group_name), torch.ones(2))
+        assert group is not None and torch.equal(op(torch.ones(2), group.group_name), torch.ones(2))
     finally:
         dist.destroy_process_group()
 

@@ -18,12 +18,7 @@ SCALINGS = {
     "none": {},
     "linear": {"factor": 4.0},
     "dynamic": {"factor": 3.0},
-    "llama3": {
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 16,
-    },
+    "llama3": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16},
     "yarn": {"factor": 4.0, "original_max_position_embeddings": 16},
     "yarn_options": {
         "factor": 40.0,
@@ -61,8 +56,7 @@ def test_frequencies_equal_transformers(name: str, base: float, head_dim: int) -
     scaling = name.split("_")[0]
     expected, factor = their_frequencies(scaling, head_dim, base, SCALINGS[name])
     got, got_factor = rope_frequencies(head_dim, base, scaling=scaling, max_position_embeddings=64, **SCALINGS[name])
-    assert torch.equal(got, expected)
-    assert got_factor == factor
+    assert torch.equal(got, expected) and got_factor == factor
 
 
 @pytest.mark.parametrize("length", [1, 64, 65, 1000])
@@ -91,8 +85,7 @@ def test_longrope_frequencies_choose_the_list_by_length(length: int) -> None:
     }
     expected, factor = their_frequencies("longrope", 16, 10000.0, options, length)
     got, got_factor = rope_frequencies(16, 10000.0, scaling="longrope", sequence_length=torch.tensor(length), **options)
-    assert torch.equal(got, expected)
-    assert got_factor == factor
+    assert torch.equal(got, expected) and got_factor == factor
 
 
 def test_partial_rotation_has_the_frequencies_of_a_smaller_head() -> None:
@@ -152,14 +145,12 @@ def test_rotation_and_gradient(length: int, channels: int, rotated: int, style: 
     x = wide[..., ::2].detach().requires_grad_()  # not contiguous
     cos, sin = tables(length, rotated, begin=5)
     y = apply_rope(x, cos, sin, style)
-    assert y.dtype == dtype
-    assert y.shape == x.shape
+    assert y.dtype == dtype and y.shape == x.shape
     # Two products and a sum in float32, then one rounding to dtype; |a| + |b| bounds each output.
     size = 2 * x.detach().double().abs().amax() if length else 0.0
     bound = (UNIT[dtype] + 4 * UNIT[torch.float32]) * size
     exact = rotated_exactly(x.detach(), cos, sin, style)
-    assert ((y.double() - exact).abs() <= bound).all()
-    assert torch.equal(y[..., rotated:], x[..., rotated:])
+    assert ((y.double() - exact).abs() <= bound).all() and torch.equal(y[..., rotated:], x[..., rotated:])
     grad = torch.randn(y.shape, generator=generator).to(dtype)
     y.backward(grad)
     size = 2 * grad.double().abs().amax() if length else 0.0
@@ -175,8 +166,7 @@ def test_float32_rotation_equals_transformers() -> None:
     cos, sin = LlamaRotaryEmbedding(config)(q, positions)
     expected = apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=2)
     ours = rope_tables(positions, rope_frequencies(16, 10000.0)[0])
-    assert torch.equal(apply_rope(q, *ours), expected[0])
-    assert torch.equal(apply_rope(k, *ours), expected[1])
+    assert torch.equal(apply_rope(q, *ours), expected[0]) and torch.equal(apply_rope(k, *ours), expected[1])
 
 
 def test_bfloat16_rotation_is_no_further_from_exact_than_transformers() -> None:

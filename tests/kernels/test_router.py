@@ -36,8 +36,7 @@ def defined(row: list[float], k: int, options: dict) -> tuple[list[float], list[
 
     after = options["score_after_topk"]
     scores = row if after else scored(row)
-    bias = options["expert_bias"] or [0.0] * len(row)
-    choice = [s + b for s, b in zip(scores, bias, strict=True)]
+    choice = [s + b for s, b in zip(scores, options["expert_bias"] or [0.0] * len(row), strict=True)]
     if options["num_groups"] is not None:
         size = len(row) // options["num_groups"]
         groups = [choice[i : i + size] for i in range(0, len(row), size)]
@@ -92,19 +91,16 @@ def test_topk_is_as_defined(case: tuple[torch.Tensor, int, dict]) -> None:
     bias = options["expert_bias"]
     passed = {**options, "expert_bias": None if bias is None else torch.tensor(bias)}
     weights, indices = router_topk(logits, k, **passed)
-    assert weights.dtype == torch.float32
-    assert weights.shape == indices.shape == (logits.shape[0], k)
+    assert weights.dtype == torch.float32 and weights.shape == indices.shape == (logits.shape[0], k)
     for row, got, chosen in zip(logits.tolist(), weights.tolist(), indices.tolist(), strict=True):
         assert len(set(chosen)) == k
         expected, expected_chosen = defined(row, k, options)
-        assert chosen == expected_chosen
-        assert got == pytest.approx(expected, rel=64 * UNIT, abs=UNIT)
+        assert chosen == expected_chosen and got == pytest.approx(expected, rel=64 * UNIT, abs=UNIT)
 
 
 def test_ties_go_to_the_lower_expert() -> None:
     weights, indices = router_topk(torch.zeros(3, 6).bfloat16(), 4)
-    assert indices.tolist() == [[0, 1, 2, 3]] * 3
-    assert weights.tolist() == [[0.25] * 4] * 3
+    assert indices.tolist() == [[0, 1, 2, 3]] * 3 and weights.tolist() == [[0.25] * 4] * 3
 
 
 def test_extreme_logits_choose_distinct_experts() -> None:
@@ -125,8 +121,7 @@ def test_mixtral_and_qwen3_routers() -> None:
             theirs.weight.data.copy_(weight)
             logits, expected, indices = theirs(x)
             weights, chosen = router_topk(logits, k, normalize=norm)
-            assert torch.equal(chosen, indices)
-            assert torch.equal(weights, expected)
+            assert torch.equal(chosen, indices) and torch.equal(weights, expected)
 
 
 def test_deepseek_router() -> None:
@@ -136,8 +131,7 @@ def test_deepseek_router() -> None:
     theirs = DeepseekV3TopkRouter(config)
     theirs.weight.data.normal_()
     theirs.e_score_correction_bias.normal_(std=0.1)
-    x = torch.randn(65, 16)
-    logits, expected, indices = theirs(x)
+    logits, expected, indices = theirs(torch.randn(65, 16))
     weights, chosen = router_topk(
         logits,
         4,
@@ -174,11 +168,9 @@ def test_the_bias_selects_without_entering_weight_or_gradient() -> None:
     logits = torch.tensor([[1.0, 0.5, 0.0]], requires_grad=True)
     bias = torch.tensor([0.0, 0.0, 10.0], requires_grad=True)
     weights, indices = router_topk(logits, 1, score="sigmoid", expert_bias=bias, normalize=False)
-    assert indices.item() == 2
-    assert weights.item() == 0.5
+    assert indices.item() == 2 and weights.item() == 0.5
     weights.sum().backward()
-    assert bias.grad is None
-    assert logits.grad[0, :2].tolist() == [0.0, 0.0]
+    assert bias.grad is None and logits.grad[0, :2].tolist() == [0.0, 0.0]
 
 
 @pytest.mark.parametrize(
@@ -200,8 +192,7 @@ def test_impossible_choices_are_refused(arguments: dict, says: str) -> None:
 
 def test_load_balancing_loss_is_one_when_even_and_e_when_collapsed() -> None:
     even = torch.full((8, 4), 0.25)
-    indices = torch.arange(8)[:, None] % 4
-    assert load_balancing_loss(even, indices).item() == 1.0
+    assert load_balancing_loss(even, torch.arange(8)[:, None] % 4).item() == 1.0
     collapsed = torch.zeros(8, 4)
     collapsed[:, 1] = 1.0
     assert load_balancing_loss(collapsed, torch.ones(8, 1, dtype=torch.int64)).item() == 4.0
@@ -233,8 +224,7 @@ def test_masked_losses_equal_those_of_the_kept_tokens() -> None:
     ):
         assert masked.item() == pytest.approx(kept.item(), rel=8 * UNIT)
         (gradient,) = torch.autograd.grad(masked, logits, retain_graph=True)
-        assert gradient[mask].abs().min() > 0
-        assert gradient[~mask].abs().max() == 0
+        assert gradient[mask].abs().min() > 0 and gradient[~mask].abs().max() == 0
 
 
 def test_sigmoid_probabilities_sum_to_one() -> None:

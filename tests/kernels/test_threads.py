@@ -11,11 +11,9 @@ def test_short_calls_stay_on_one_thread() -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
-        assert threads_for(LEAST_NS - 1) == 1
-        assert threads_for(LEAST_NS) == 3
+        assert threads_for(LEAST_NS - 1) == 1 and threads_for(LEAST_NS) == 3
         with on_one_thread():
-            assert torch.get_num_threads() == 1
-            assert threads_for(LEAST_NS) == 3
+            assert torch.get_num_threads() == 1 and threads_for(LEAST_NS) == 3
             with on_one_thread():
                 assert threads_for(LEAST_NS - 1) == 1
             assert torch.get_num_threads() == 1

@@ -1,8 +1,7 @@
 """An independent emulation of the FP8 recipes: integers, float64 and numpy float32, written from the specifications.
 
-Nothing here calls the library or a torch FP8 cast. A value of a format is found by searching the table of all values
-of that format, so ties and subnormals are right by construction. Scale arithmetic is float32, as specified.
-"""
+Nothing here calls the library or a torch FP8 cast. A value of a format is found by searching the table of all values of
+that format, so ties and subnormals are right by construction. Scale arithmetic is float32, as specified."""
 
 from __future__ import annotations
 
@@ -108,12 +107,7 @@ def cast(x: np.ndarray, scale: np.ndarray | np.float32, fmt: Format) -> np.ndarr
 
 
 def quantize(
-    x: np.ndarray,
-    block: tuple[int, int],
-    fmt: Format,
-    kind: str,
-    overflow: float = F32_MAX,
-    epsilon: float = 0.0,
+    x: np.ndarray, block: tuple[int, int], fmt: Format, kind: str, overflow: float = F32_MAX, epsilon: float = 0.0
 ) -> Quantized:
     """Quantize the blocks of a matrix. kind: "float32", "pow2" or "e8m0"."""
     amax = block_amax(x, block)

@@ -14,22 +14,18 @@ from te_models.quickstart.run import REAL, TINY, QuickstartSizes
 @pytest.mark.parametrize("sizes", [REAL, TINY])
 def test_batches_follow_the_speed(sizes: QuickstartSizes) -> None:
     """All from the full speed on; fewer below, in multiples of four, never too few to compare."""
-    speeds = (0.1, 50.0, 150.0, 250.0, sizes.full_gflops, 1e5)
-    counts = [paced(sizes, gflops) for gflops in speeds]
-    assert counts[0].train_batches == sizes.fewest_batches
-    assert counts[-1] == counts[-2] == sizes
+    counts = [paced(sizes, gflops) for gflops in (0.1, 50.0, 150.0, 250.0, sizes.full_gflops, 1e5)]
+    assert counts[0].train_batches == sizes.fewest_batches and counts[-1] == counts[-2] == sizes
     assert [c.train_batches for c in counts] == sorted(c.train_batches for c in counts)
     assert [c.compile for c in counts] == [False] * 4 + [True] * 2
     for chosen in counts:
-        assert chosen.train_batches % 4 == 0
-        assert 4 <= chosen.compared <= chosen.train_batches // 3
+        assert chosen.train_batches % 4 == 0 and 4 <= chosen.compared <= chosen.train_batches // 3
         assert replace(chosen, train_batches=sizes.train_batches, compared=sizes.compared, compile=True) == sizes
 
 
 def test_what_is_chosen_is_said_with_its_reason() -> None:
     slow = pace_line(REAL, paced(REAL, 100.0), 100.0)
-    assert "100 GFLOP/s" in slow
-    assert "training on 12 of 32 batches, without the compiler" in slow
+    assert "100 GFLOP/s" in slow and "training on 12 of 32 batches, without the compiler" in slow
     assert slow.endswith("(from 500 GFLOP/s on: all, compiled)")
     assert pace_line(REAL, REAL, 900.0).endswith("training on all 32 batches, compiled")
 

@@ -107,8 +107,7 @@ def test_the_model_comes_back(llama: torch.nn.Module, tmp_path: Path) -> None:
     assert back.state_dict().keys() == llama.state_dict().keys()
     for name, weight in llama.state_dict().items():
         assert torch.equal(weight, back.state_dict()[name]), name
-    assert back.config.rope_parameters["rope_theta"] == 1e5
-    assert back.config.rms_norm_eps == 1e-5
+    assert back.config.rope_parameters["rope_theta"] == 1e5 and back.config.rms_norm_eps == 1e-5
     assert back.config.tie_word_embeddings is True
     ids = torch.arange(12)[None]
     with torch.no_grad():
@@ -126,10 +125,8 @@ def test_the_tokenizer_comes_back(llama: torch.nn.Module, tmp_path: Path) -> Non
     tokens, _ = tokens_and_merges()
     text = "def f(x):\n    return x + 12  # é <|im_end|>"
     ids = tokenizer(text).input_ids
-    assert tokenizer.decode(ids) == text
-    assert ids[0] == tokens.index("def")
-    assert tokens.index("1") in ids
-    assert tokens.index("2") in ids
+    assert tokenizer.decode(ids) == text and ids[0] == tokens.index("def")
+    assert tokens.index("1") in ids and tokens.index("2") in ids
     assert ids[-1] == tokenizer.eos_token_id == 2
     assert (tokenizer.bos_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id) == (1, 2, 0)
 
@@ -163,8 +160,7 @@ def test_the_cache_is_complete_or_absent(tmp_path: Path, monkeypatch: pytest.Mon
         smollm.smollm_folder()
     assert list((tmp_path / "cache").iterdir()) == []
     folder = smollm.smollm_folder()
-    assert folder == smollm.smollm_folder()
-    assert len(calls) == 2
+    assert folder == smollm.smollm_folder() and len(calls) == 2
     assert json.loads((folder / "config.json").read_text()) == {}
     assert list((tmp_path / "cache").iterdir()) == [folder]
 

@@ -15,8 +15,7 @@ from te_models.quickstart.text import library_files, middle_windows
 def test_files_are_split_without_overlap() -> None:
     training, held_out = library_files()
     root = Path(sysconfig.get_paths()["stdlib"])
-    assert len(held_out) >= 8
-    assert 15 * len(held_out) < len(training) < 20 * len(held_out) + 20
+    assert len(held_out) >= 8 and 15 * len(held_out) < len(training) < 20 * len(held_out) + 20
     assert not set(training) & set(held_out)
     assert all(file.is_relative_to(root) and "site-packages" not in file.parts for file in training + held_out)
     assert library_files() == (training, held_out)

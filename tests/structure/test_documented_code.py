@@ -4,8 +4,7 @@
 that process, except beside the real model). The folder of a page holds what the pages name: small models of two
 families, the imported model that the quickstart leaves, a text and a run. PRELUDES makes the objects that a page
 supposes. Where a page says what no small machine has (eight GPUs, 500 steps), CHANGES says what runs instead. The
-tutorials run a second time beside the real SmolLM2-135M in `make test-all`.
-"""
+tutorials run a second time beside the real SmolLM2-135M in `make test-all`."""
 
 from __future__ import annotations
 

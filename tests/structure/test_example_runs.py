@@ -128,8 +128,7 @@ def test_a_configuration_runs(
     monkeypatch.chdir(tmp_path)
     furnish(tmp_path, reader)
     if name == "finetune":
-        words = ["tokenize", "corpus/*.py", "--tokenizer", MODEL, "--output", "data/corpus"]
-        assert main(words) == 0
+        assert main(["tokenize", "corpus/*.py", "--tokenizer", MODEL, "--output", "data/corpus"]) == 0
     assert main(["train", str(RUNS / f"{name}.toml"), *TINY]) == 0
     output = Path(load_config(RUNS / f"{name}.toml").output_dir)
     assert [row["step"] for row in read_metrics(output / "metrics.jsonl")] == [1, 2]

@@ -1,8 +1,7 @@
 """Every public name has an example that runs, or a stated reason why it needs none.
 
 The examples lie in docs/examples, a file for each package. A cell begins with `# %%` and the names that it shows, runs
-in a namespace of its own, and is printed under its names in the reference.
-"""
+in a namespace of its own, and is printed under its names in the reference."""
 
 from __future__ import annotations
 

@@ -161,8 +161,7 @@ def clean_python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     The environment is real and sees nothing of the one that runs the tests; the distributions are links to the ones
     installed here. pip installs the wheel alone: where it looks for a requirement that an accelerator build of torch
-    has and a clean environment has not, it could find another torch, and write that through the links.
-    """
+    has and a clean environment has not, it could find another torch, and write that through the links."""
     home = tmp_path_factory.mktemp("clean")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(home)], check=True)
     (site,) = home.glob("lib/python*/site-packages")

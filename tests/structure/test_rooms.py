@@ -1,7 +1,6 @@
 """The rooms inside the folders: how many files each holds, in which order they import each other, and their names.
 
-docs/layout.md says what lives where. A room may import the rooms before it, lazy and type-only imports included.
-"""
+docs/layout.md says what lives where. A room may import the rooms before it, lazy and type-only imports included."""
 
 from __future__ import annotations
 
@@ -127,8 +126,7 @@ def test_every_room_of_checkpoints_and_layers_is_ordered() -> None:
 def test_a_room_holds_at_most_twenty_files() -> None:
     counts = Counter(file.parent.relative_to(ROOT).as_posix() for file in modules().values())
     assert {room: n for room, n in counts.items() if n > MOST_FILES and room != "checkpoints/families"} == {}
-    assert counts["layers"] <= 3
-    assert counts["checkpoints"] <= 3
+    assert counts["layers"] <= 3 and counts["checkpoints"] <= 3
 
 
 def test_a_room_of_tests_holds_at_most_twenty_files() -> None:

@@ -22,8 +22,7 @@ def targets() -> set[str]:
 
 def test_warnings_are_errors() -> None:
     options = pyproject()["tool"]["pytest"]["ini_options"]
-    assert options["filterwarnings"][0] == "error"
-    assert options["xfail_strict"] is True
+    assert options["filterwarnings"][0] == "error" and options["xfail_strict"] is True
     assert "--strict-markers" in options["addopts"]
 
 
@@ -60,8 +59,7 @@ def test_make_has_the_promised_targets() -> None:
 def test_make_pins_torch_in_every_install() -> None:
     """Otherwise a dependency could replace torch by the newest build."""
     installs = [line for line in text("Makefile").splitlines() if "$(PIP) install" in line]
-    assert len(installs) >= 4
-    assert all("$(PIN)" in line or "--no-deps" in line for line in installs)
+    assert len(installs) >= 4 and all("$(PIN)" in line or "--no-deps" in line for line in installs)
 
 
 def test_no_generated_files_are_tracked() -> None:

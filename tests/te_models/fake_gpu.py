@@ -1,8 +1,7 @@
 """A CUDA device where there is none: tensors without values, on which the library takes the way that it takes on a GPU.
 
 What a device would compute is not computed, so nobody can read it: a number asked of such a tensor is an error, as
-everything is that makes the host wait for the device.
-"""
+everything is that makes the host wait for the device."""
 
 from __future__ import annotations
 

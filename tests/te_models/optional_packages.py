@@ -2,8 +2,7 @@
 
 Arguments: the packages that there are, a folder of ours with a tokenizer, and an empty folder. A package that is not
 named is hidden from imports. bitsandbytes, where it is named and not installed, is a package with the classes that peft
-looks for.
-"""
+looks for."""
 
 from __future__ import annotations
 

@@ -12,18 +12,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import te_models.layers as te
 from te_models import GPTModel
 from te_models.checkpoints import CheckpointError
-from te_models.layers import (
-    Float8CurrentScaling,
-    GroupedLinear,
-    LayerNormLinear,
-    LayerNormMLP,
-    Linear,
-    QuantizedTensor,
-    autocast,
-    quantized_model_init,
-)
 from te_models.lora import add_lora, export_adapter, load_adapter, lora_state_dict, merge_lora, save_adapter
 from te_models.lora.adapter import adapters_of
 from tests.training.runs import tiny_model
@@ -45,11 +36,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 SLOW_FAMILIES = [name for name in FAMILIES if name not in ("llama", "qwen3_moe")]
 LAYERS: dict[str, Any] = {
-    "linear": lambda: Linear(16, 24),
-    "norm and linear": lambda: LayerNormLinear(16, 24, bias=False),
-    "mlp": lambda: LayerNormMLP(16, 32, activation="swiglu"),
-    "experts": lambda: GroupedLinear(3, 16, 24),
-    "experts apart": lambda: GroupedLinear(3, 16, 24, single_grouped_weight=False),
+    "linear": lambda: te.Linear(16, 24),
+    "norm and linear": lambda: te.LayerNormLinear(16, 24, bias=False),
+    "mlp": lambda: te.LayerNormMLP(16, 32, activation="swiglu"),
+    "experts": lambda: te.GroupedLinear(3, 16, 24),
+    "experts apart": lambda: te.GroupedLinear(3, 16, 24, single_grouped_weight=False),
 }
 
 
@@ -69,7 +60,7 @@ def moved(model: nn.Module) -> None:
 
 def call(parent: nn.Module, x: Tensor) -> Tensor:
     layer = parent["layer"]  # type: ignore[index]
-    grouped = isinstance(getattr(layer, "base_layer", layer), GroupedLinear)
+    grouped = isinstance(getattr(layer, "base_layer", layer), te.GroupedLinear)
     return layer(x, SPLITS) if grouped else layer(x)
 
 
@@ -100,7 +91,7 @@ def test_merged_equals_unmerged(kind: str, use_dora: bool) -> None:
 
 def test_gradients_of_dora_are_those_of_the_formula() -> None:
     torch.manual_seed(0)
-    parent = adapted(Linear(16, 24, params_dtype=torch.float64), use_dora=True)
+    parent = adapted(te.Linear(16, 24, params_dtype=torch.float64), use_dora=True)
     adapter: Any = parent["layer"]  # type: ignore[index]
     x = torch.randn(5, 16, dtype=torch.float64)
     dy = torch.randn(5, 24, dtype=torch.float64)
@@ -140,8 +131,7 @@ def test_a_part_of_a_joined_weight_is_adapted(tmp_path: Path) -> None:
         for _ in range(3):
             model(tokens, labels=tokens, return_logits=False).loss.backward()
             optimizer.step()
-        adapters = lora_state_dict(model)
-        assert {name.rpartition(".lora_")[0] for name in adapters} == {qkv, fc1}
+        assert {name.rpartition(".lora_")[0] for name in lora_state_dict(model)} == {qkv, fc1}
         logits = model(tokens).logits
         save_adapter(model, tmp_path / "own")
         merge_lora(model)
@@ -198,17 +188,17 @@ def test_peft_reads_the_parts_of_joined_weights_that_are_adapted(tmp_path: Path)
 
 def check_one_graph(make: Callable[[], nn.Module], loss_of: Callable[[nn.Module], Tensor], backend: str) -> None:
     """DoRA over stored FP8 weights, under the recipe: loss and gradients of the graph are eager's, up to rounding."""
-    recipe = Float8CurrentScaling()
+    recipe = te.Float8CurrentScaling()
     torch.manual_seed(0)
-    with quantized_model_init(recipe=recipe):
+    with te.quantized_model_init(recipe=recipe):
         model = make()
     add_lora(model, 4, use_dora=True)
     moved(model)
-    assert any(isinstance(p, QuantizedTensor) for p in model.parameters())
+    assert any(isinstance(p, te.QuantizedTensor) for p in model.parameters())
 
     def run(model: nn.Module) -> tuple[Tensor, list[Tensor]]:
         model.zero_grad()
-        with autocast(recipe=recipe):
+        with te.autocast(recipe=recipe):
             loss = loss_of(model)
         loss.backward()
         return loss.detach(), [p.grad.clone() for p in model.parameters() if p.grad is not None]
@@ -223,7 +213,7 @@ def check_one_graph(make: Callable[[], nn.Module], loss_of: Callable[[nn.Module]
 def test_one_graph_of_layers_over_stored_fp8_weights() -> None:
     x = torch.randn(8, 32)
     check_one_graph(
-        lambda: nn.Sequential(LayerNormLinear(32, 48), Linear(48, 32)), lambda m: m(x).square().sum(), "eager"
+        lambda: nn.Sequential(te.LayerNormLinear(32, 48), te.Linear(48, 32)), lambda m: m(x).square().sum(), "eager"
     )
 
 

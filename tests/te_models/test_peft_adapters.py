@@ -173,8 +173,7 @@ def test_our_adapters_come_back_bit_for_bit(tmp_path: Path) -> None:
     export_adapter(model, tmp_path / "peft", base_model="org/name")
     load_adapter(other, tmp_path / "peft")
     ours, theirs = lora_state_dict(model), lora_state_dict(other)
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
 def _changed(folder: Path, **fields: Any) -> Path:
@@ -253,8 +252,7 @@ def test_the_verbs_take_adapters_of_peft(tmp_path: Path, capsys: pytest.CaptureF
     again = peft.PeftModel.from_pretrained(theirs, tmp_path / "back").eval()
     assert (logits_of(again) - after).abs().max() < 1e-5 * after.abs().max()
     capsys.readouterr()
-    assert main(export) == 2
-    assert "exists; --force replaces it" in capsys.readouterr().err
+    assert main(export) == 2 and "exists; --force replaces it" in capsys.readouterr().err
     assert main([*export, "--force"]) == 0
     assert "note: transformers reads no te_models folder; --base-model names" in capsys.readouterr().out
     assert main(["export", str(tmp_path / "base"), *export[2:], "--force"]) == 0

@@ -1,7 +1,6 @@
 """A training run in a process of its own, and ways to kill it with a real SIGKILL at a chosen place.
 
-Children come from the fork server, so that a test can afford several of them.
-"""
+Children come from the fork server, so that a test can afford several of them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Training commands in processes of their own, as ranks or alone, that a test stops, kills or sends signals to.
 
-They come from the fork server.
-"""
+They come from the fork server."""
 
 from __future__ import annotations
 

@@ -9,17 +9,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+import te_models.training as training
 from te_models.config import AttentionConfig, MLAConfig, MLPConfig, ModelConfig, MoEConfig, RouterConfig
-from te_models.training import (
-    CheckpointConfig,
-    DataConfig,
-    LogConfig,
-    ModelSource,
-    OptimizerConfig,
-    PrecisionConfig,
-    TrainConfig,
-    read_metrics,
-)
 
 TEXT = str(Path(sysconfig.get_paths()["stdlib"]) / "json" / "*.py")
 
@@ -60,15 +51,15 @@ def balanced_model(**router: Any) -> ModelConfig:
     )
 
 
-def tiny_run(tmp_path: Path, name: str = "run", *, moe: bool = False, **changes: Any) -> TrainConfig:
+def tiny_run(tmp_path: Path, name: str = "run", *, moe: bool = False, **changes: Any) -> training.TrainConfig:
     """A short run on real text; `changes` replace fields of TrainConfig. The data set is shared under `tmp_path`."""
     values: dict[str, Any] = {
         "output_dir": str(tmp_path / name),
         "steps": 6,
         "device": "cpu",  # also where there is a GPU, which ranks could not share; tests of that ask for it
         "compile": False,
-        "model": ModelSource(config=tiny_model(moe=moe)),
-        "data": DataConfig(
+        "model": training.ModelSource(config=tiny_model(moe=moe)),
+        "data": training.DataConfig(
             path=str(tmp_path / "data"),
             text=(TEXT,),
             tokenizer="bytes",
@@ -76,17 +67,17 @@ def tiny_run(tmp_path: Path, name: str = "run", *, moe: bool = False, **changes:
             micro_batch_size=2,
             gradient_accumulation=2,
         ),
-        "optimizer": OptimizerConfig(lr=3e-3),
-        "precision": PrecisionConfig(dtype="fp32"),
-        "checkpoint": CheckpointConfig(every=2, keep_last=0),
-        "log": LogConfig(progress=False),
+        "optimizer": training.OptimizerConfig(lr=3e-3),
+        "precision": training.PrecisionConfig(dtype="fp32"),
+        "checkpoint": training.CheckpointConfig(every=2, keep_last=0),
+        "log": training.LogConfig(progress=False),
     }
-    return TrainConfig(**(values | changes))
+    return training.TrainConfig(**(values | changes))
 
 
-def curve(config: TrainConfig) -> list[tuple[Any, ...]]:
+def curve(config: training.TrainConfig) -> list[tuple[Any, ...]]:
     """The numbers of each step that must repeat exactly (times are left out)."""
-    rows = read_metrics(Path(config.output_dir) / "metrics.jsonl")
+    rows = training.read_metrics(Path(config.output_dir) / "metrics.jsonl")
     names = ("step", "loss", "aux_loss", "lr", "grad_norm", "tokens")
     return [(*(row[name] for name in names), row.get("validation_loss")) for row in rows]
 

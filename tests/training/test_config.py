@@ -113,8 +113,7 @@ def test_wrong_toml_is_refused_by_file_table_and_key(toml: Path, old: str, new: 
     toml.write_text(TOML.replace(old, new))
     with pytest.raises(ConfigError) as error:
         load_config(toml)
-    assert str(error.value).startswith(str(toml))
-    assert named in str(error.value)
+    assert str(error.value).startswith(str(toml)) and named in str(error.value)
     assert "Config" not in str(error.value)
 
 
@@ -231,8 +230,7 @@ def test_options_change_the_model_and_what_is_derived_from_it(toml: Path) -> Non
 def test_wrong_overrides_are_refused_by_name(toml: Path, arguments: list[str], named: str) -> None:
     with pytest.raises(ConfigError) as error:
         load_config(toml, arguments)
-    assert str(error.value).startswith(named)
-    assert "\n" not in str(error.value)
+    assert str(error.value).startswith(named) and "\n" not in str(error.value)
 
 
 def test_the_optimizer_of_parameters_in_main_memory_is_one_that_steps_there(toml: Path) -> None:

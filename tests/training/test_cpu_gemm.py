@@ -45,8 +45,7 @@ def test_a_gemm_that_is_named_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("te_models.training.precision.automatic_choice", lambda: ("float32", "the test says so"))
     run = tiny_run(tmp_path, precision=PrecisionConfig(dtype="bf16", cpu_gemm="bf16"))
     with cpu_gemm_of_run(run, None, Ranks(), "cpu") as used:
-        assert used == run
-        assert cpu_gemm() == "bf16"
+        assert used == run and cpu_gemm() == "bf16"
     with cpu_gemm_of_run(run.replace(precision=PrecisionConfig()), None, Ranks(), "cuda") as used:
         assert used.precision.cpu_gemm == "auto", "no CPU multiplies"
 

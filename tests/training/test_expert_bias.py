@@ -76,8 +76,7 @@ def test_experts_of_an_unbalanced_router_share_the_tokens(tmp_path: Path) -> Non
 
 @pytest.mark.slow
 def test_a_run_continues_with_its_biases(tmp_path: Path) -> None:
-    evaluation = EvaluationConfig(every=1, batches=1)
-    config = run_of(tmp_path, "run", 0.01, evaluation=evaluation)
+    config = run_of(tmp_path, "run", 0.01, evaluation=EvaluationConfig(every=1, batches=1))
     train(config)
     again = config.replace(output_dir=str(tmp_path / "again"))
     run_until_killed(again, "step", 3)

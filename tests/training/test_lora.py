@@ -66,8 +66,7 @@ def test_merged_equals_the_base_with_the_adapter(kind: str, tmp_path: Path) -> N
 
 def test_stored_quantized_weights_stay_and_adapters_are_trained(tmp_path: Path) -> None:
     precision = PrecisionConfig(dtype="bf16", recipe="current", quantized_weights=True)
-    run = lora_run(tmp_path, "run", tiny_model(moe=True), precision=precision)
-    train(run)
+    train(lora_run(tmp_path, "run", tiny_model(moe=True), precision=precision))
     folder = tmp_path / "run/checkpoints"
     first, last = (tensors_under(folder / f"step-0000000{step}/model") for step in (2, 4))
     assert any(t.dtype == torch.float8_e4m3fn for t in first.values())

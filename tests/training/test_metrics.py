@@ -6,19 +6,10 @@ from pathlib import Path
 
 import pytest
 
+import te_models.training as training
 from te_models.extras import MissingExtraError
 from te_models.model.flops import training_flops_per_token
-from te_models.training import (
-    EvaluationConfig,
-    MetricsError,
-    TrainingError,
-    list_checkpoints,
-    loop,
-    plot_loss,
-    preflight,
-    read_metrics,
-    train,
-)
+from te_models.training import loop, preflight
 from te_models.training.log import writers
 from te_models.training.metrics import MetricsFile
 from te_models.training.progress import Progress, clock_time, fitting_words, row_numbers
@@ -29,7 +20,7 @@ def test_numbers_are_read_back_exactly(tmp_path: Path) -> None:
     row = {"step": 1, "loss": 0.1 + 0.2, "lr": 1e-300}
     with MetricsFile(tmp_path / "m.jsonl", keep_steps=0) as file:
         file.write(row)
-        assert read_metrics(tmp_path / "m.jsonl") == [row]  # before it is closed
+        assert training.read_metrics(tmp_path / "m.jsonl") == [row]  # before it is closed
 
 
 def test_resume_drops_later_steps_and_a_line_cut_short(tmp_path: Path) -> None:
@@ -38,7 +29,7 @@ def test_resume_drops_later_steps_and_a_line_cut_short(tmp_path: Path) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 6, "lo')
     with MetricsFile(path, keep_steps=3) as file:
         file.write({"step": 4, "loss": 0.5})
-    assert read_metrics(path) == [*rows[:3], {"step": 4, "loss": 0.5}]
+    assert training.read_metrics(path) == [*rows[:3], {"step": 4, "loss": 0.5}]
 
 
 def test_a_step_that_raises_leaves_closed_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,12 +42,12 @@ def test_a_step_that_raises_leaves_closed_files(tmp_path: Path, monkeypatch: pyt
             return super().__enter__()
 
     def fail(*_: object, **__: object) -> None:
-        raise TrainingError("step 1: the loss is nan")
+        raise training.TrainingError("step 1: the loss is nan")
 
     monkeypatch.setattr(writers, "MetricsFile", Noted)
     monkeypatch.setattr(loop, "train_step", fail)
-    with pytest.raises(TrainingError, match="loss is nan"):
-        train(tiny_run(tmp_path))
+    with pytest.raises(training.TrainingError, match="loss is nan"):
+        training.train(tiny_run(tmp_path))
     assert [file._file.closed for file in opened] == [True]
 
 
@@ -67,28 +58,27 @@ def test_a_missing_package_for_the_plot_is_told_before_the_run(tmp_path: Path, m
     config = tiny_run(tmp_path)
     monkeypatch.setattr(preflight, "require", absent)
     with pytest.raises(MissingExtraError, match=r"the loss plot \(log.plot\) needs the extra plot"):
-        train(config.replace(log=config.log.replace(plot=True)))
+        training.train(config.replace(log=config.log.replace(plot=True)))
     assert not Path(config.output_dir).exists()
 
 
 def test_a_validation_loss_that_is_not_finite_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before the checkpoint of that step, and not as a complaint of JSON."""
     monkeypatch.setattr(loop, "evaluate_model", lambda *_: float("nan"))
-    config = tiny_run(tmp_path, evaluation=EvaluationConfig(every=4, batches=1))
-    with pytest.raises(TrainingError, match="step 4: the validation loss is nan"):
-        train(config)
-    assert [folder.name for folder in list_checkpoints(Path(config.output_dir))] == ["step-00000002"]
+    config = tiny_run(tmp_path, evaluation=training.EvaluationConfig(every=4, batches=1))
+    with pytest.raises(training.TrainingError, match="step 4: the validation loss is nan"):
+        training.train(config)
+    assert [folder.name for folder in training.list_checkpoints(Path(config.output_dir))] == ["step-00000002"]
 
 
 def test_a_run_writes_what_it_measured_and_a_picture(tmp_path: Path) -> None:
-    config = tiny_run(tmp_path, steps=4, evaluation=EvaluationConfig(every=2, batches=1))
+    config = tiny_run(tmp_path, steps=4, evaluation=training.EvaluationConfig(every=2, batches=1))
     config = config.replace(log=config.log.replace(plot=True, progress=True, peak_tflops=2.0))
-    result = train(config)
-    rows = read_metrics(result.metrics_file)
+    result = training.train(config)
+    rows = training.read_metrics(result.metrics_file)
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
     assert [("validation_loss" in row) for row in rows] == [False, True, False, True]
-    assert rows[-1]["loss"] == result.loss
-    assert rows[-1]["validation_loss"] == result.validation_loss
+    assert rows[-1]["loss"] == result.loss and rows[-1]["validation_loss"] == result.validation_loss
     assert [row["tokens"] for row in rows] == [128, 256, 384, 512]
     assert all(row["tokens_per_second"] > 0 and row["grad_norm"] > 0 for row in rows)
     assert all(row["data_s"] > 0 and row["peak_memory"] > 2**20 and "step_s_min" not in row for row in rows)
@@ -98,10 +88,10 @@ def test_a_run_writes_what_it_measured_and_a_picture(tmp_path: Path) -> None:
         assert row["mfu"] == pytest.approx(row["tflops"] / 2.0)
     png = (tmp_path / "run" / "loss.png").read_bytes()
     assert png.startswith(b"\x89PNG\r\n\x1a\n")
-    plot_loss({"a": result.metrics_file, "b": result.metrics_file}, tmp_path / "two.png")
+    training.plot_loss({"a": result.metrics_file, "b": result.metrics_file}, tmp_path / "two.png")
     assert (tmp_path / "two.png").read_bytes() != png
     (tmp_path / "empty.jsonl").touch()
-    plot_loss({"nothing yet": tmp_path / "empty.jsonl"}, tmp_path / "empty.png")
+    training.plot_loss({"nothing yet": tmp_path / "empty.jsonl"}, tmp_path / "empty.png")
     assert (tmp_path / "empty.png").exists()
 
 
@@ -124,23 +114,23 @@ def test_a_damaged_file_is_named(tmp_path: Path, line: bytes) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step": 1, "loss": 2.0}\n' + line + b'\n{"step": 3, "loss": 2.0}\n')
     before = path.read_bytes()
-    for read in (read_metrics, lambda path: MetricsFile(path, keep_steps=3)):
-        with pytest.raises(MetricsError, match=r"metrics\.jsonl, line 2 .*; move the file away"):
+    for read in (training.read_metrics, lambda path: MetricsFile(path, keep_steps=3)):
+        with pytest.raises(training.MetricsError, match=r"metrics\.jsonl, line 2 .*; move the file away"):
             read(path)
     assert path.read_bytes() == before
 
 
 def test_a_pipe_is_no_metrics_file(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "metrics.jsonl")  # reading it would wait for ever
-    with pytest.raises(MetricsError, match="is not a file"):
-        read_metrics(tmp_path / "metrics.jsonl")
+    with pytest.raises(training.MetricsError, match="is not a file"):
+        training.read_metrics(tmp_path / "metrics.jsonl")
 
 
 @pytest.mark.parametrize("umask", [0o022, 0o027])
 def test_what_a_run_writes_has_the_mode_of_new_files(tmp_path: Path, umask: int) -> None:
     before = os.umask(umask)
     try:
-        train(tiny_run(tmp_path, steps=1))
+        training.train(tiny_run(tmp_path, steps=1))
     finally:
         os.umask(before)
     modes = {path.relative_to(tmp_path): path.stat().st_mode & 0o777 for path in tmp_path.rglob("*")}

@@ -10,24 +10,12 @@ from pathlib import Path
 
 import pytest
 
+import te_models.training as training
 from te_models.checkpoints import CheckpointError, expected_tensors
 from te_models.checkpoints.mapping.rank_shards import ShardPlace
 from te_models.config import ConfigError, IndexerConfig, ModelConfig
 from te_models.parallel import ParallelDims
-from te_models.training import (
-    DataError,
-    LoRAConfig,
-    ModelSource,
-    ParallelConfig,
-    PrecisionConfig,
-    TrainConfig,
-    load_config,
-    preflight,
-    run_data,
-    setup,
-    train,
-    write_dataset,
-)
+from te_models.training import preflight, run_data, setup
 from te_models.training.build import build_model, check_split_weights
 from te_models.training.preflight import check_run, check_run_layout
 from tests.training.processes import as_toml
@@ -45,47 +33,47 @@ def nothing_is_begun(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_data, "build_dataset", begun)
 
 
-def data(config: TrainConfig, **changes: object) -> TrainConfig:
+def data(config: training.TrainConfig, **changes: object) -> training.TrainConfig:
     return config.replace(data=config.data.replace(**changes))
 
 
-def missing_tokenizer(config: TrainConfig, tmp_path: Path) -> TrainConfig:
+def missing_tokenizer(config: training.TrainConfig, tmp_path: Path) -> training.TrainConfig:
     (tmp_path / "model").mkdir()
     return data(config, tokenizer=str(tmp_path / "model"))
 
 
-def unreadable_output(config: TrainConfig, tmp_path: Path) -> TrainConfig:
+def unreadable_output(config: training.TrainConfig, tmp_path: Path) -> training.TrainConfig:
     (tmp_path / "file").touch()
     return config.replace(output_dir=str(tmp_path / "file" / "run"))
 
 
-def final_of_somebody_else(config: TrainConfig, tmp_path: Path) -> TrainConfig:
+def final_of_somebody_else(config: training.TrainConfig, tmp_path: Path) -> training.TrainConfig:
     (tmp_path / "run" / "final").mkdir(parents=True)
     (tmp_path / "run" / "final" / "thesis.tex").touch()
     return config
 
 
-def small_data(config: TrainConfig, tmp_path: Path) -> TrainConfig:
-    write_dataset(config.data.path, [[[1] * 40]], 257)
+def small_data(config: training.TrainConfig, tmp_path: Path) -> training.TrainConfig:
+    training.write_dataset(config.data.path, [[[1] * 40]], 257)
     return data(config, text=(), tokenizer=None)
 
 
-def large_vocabulary(config: TrainConfig, tmp_path: Path) -> TrainConfig:
-    write_dataset(config.data.path, [[[1, 257] * 2000]], 258)
+def large_vocabulary(config: training.TrainConfig, tmp_path: Path) -> training.TrainConfig:
+    training.write_dataset(config.data.path, [[[1, 257] * 2000]], 258)
     return data(config, text=(), tokenizer=None)
 
 
-def small_vocabulary(config: TrainConfig, tmp_path: Path) -> TrainConfig:
-    return config.replace(model=ModelSource(config=replace(tiny_model(), vocab_size=256)))
+def small_vocabulary(config: training.TrainConfig, tmp_path: Path) -> training.TrainConfig:
+    return config.replace(model=training.ModelSource(config=replace(tiny_model(), vocab_size=256)))
 
 
-def damaged_metrics(config: TrainConfig, tmp_path: Path) -> TrainConfig:
+def damaged_metrics(config: training.TrainConfig, tmp_path: Path) -> training.TrainConfig:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "lo\n')
     return config
 
 
-CASES: dict[str, tuple[Callable[[TrainConfig, Path], TrainConfig], str]] = {
+CASES: dict[str, tuple[Callable[[training.TrainConfig, Path], training.TrainConfig], str]] = {
     "tokenizer": (missing_tokenizer, r"tokenizer folder .*model has no tokenizer.json"),
     "glob": (lambda c, p: data(c, text=("absent/*.txt",)), r"no text file matches 'absent/\*.txt'"),
     "no data": (lambda c, p: data(c, text=(), tokenizer=None), "does not exist, and there is no data.text to build"),
@@ -103,30 +91,31 @@ CASES: dict[str, tuple[Callable[[TrainConfig, Path], TrainConfig], str]] = {
     "final": (final_of_somebody_else, "final is not a model folder, and the trained model would take its place"),
     "metrics": (damaged_metrics, r"metrics.jsonl, line 2 is damaged: .*; move the file away"),
     "layers": (
-        lambda c, p: c.replace(precision=PrecisionConfig(recipe="mxfp8", first_layers_bf16=3)),
+        lambda c, p: c.replace(precision=training.PrecisionConfig(recipe="mxfp8", first_layers_bf16=3)),
         "precision.first_layers_bf16 .* is 3; allowed: at most the 2 layers",
     ),
     "recipe": (
-        lambda c, p: c.replace(precision=PrecisionConfig(recipe="mxfp8", recipe_options=("amax=3",))),
+        lambda c, p: c.replace(precision=training.PrecisionConfig(recipe="mxfp8", recipe_options=("amax=3",))),
         "precision.recipe_options: ",
     ),
-    "model": (lambda c, p: c.replace(model=ModelSource(path=str(p / "absent"))), "absent"),
+    "model": (lambda c, p: c.replace(model=training.ModelSource(path=str(p / "absent"))), "absent"),
     "experts": (
         lambda c, p: c.replace(
-            parallel=ParallelConfig(expert_model_parallel_size=2), model=ModelSource(config=tiny_model(moe=True))
+            parallel=training.ParallelConfig(expert_model_parallel_size=2),
+            model=training.ModelSource(config=tiny_model(moe=True)),
         ),
         "allowed: a divisor of data_parallel_replicate_size, 1",
     ),
     "shards": (
-        lambda c, p: c.replace(parallel=ParallelConfig(data_parallel_shard_size=2)),
+        lambda c, p: c.replace(parallel=training.ParallelConfig(data_parallel_shard_size=2)),
         "data_parallel_shard_size is 2; allowed: a divisor of the number of ranks, 1",
     ),
     "stages": (
-        lambda c, p: c.replace(parallel=ParallelConfig(pipeline_model_parallel_size=2)),
+        lambda c, p: c.replace(parallel=training.ParallelConfig(pipeline_model_parallel_size=2)),
         "pipeline_model_parallel_size is 2; allowed: a divisor of the number of ranks, 1",
     ),
     "hidden_size": (
-        lambda c, p: c.replace(model=ModelSource(config=tiny_model(hidden=2**30))),
+        lambda c, p: c.replace(model=training.ModelSource(config=tiny_model(hidden=2**30))),
         r"the model has [\d,]+ parameters, [\d,.]+ GiB with the moments of [\d,]+ that are trained, and the device has",
     ),
     "batch": (lambda c, p: data(c, micro_batch_size=10**12), r"make 476,837.2 GiB of token ids a step"),
@@ -134,9 +123,9 @@ CASES: dict[str, tuple[Callable[[TrainConfig, Path], TrainConfig], str]] = {
 }
 
 
-STAGED: dict[str, tuple[Callable[[TrainConfig], TrainConfig], str]] = {
+STAGED: dict[str, tuple[Callable[[training.TrainConfig], training.TrainConfig], str]] = {
     "layers": (
-        lambda c: c.replace(model=ModelSource(config=tiny_model())),
+        lambda c: c.replace(model=training.ModelSource(config=tiny_model())),
         "is 2 with 2 stages each, and the model has 2 layers; allowed: at most as many stages",
     ),
     "compiled": (
@@ -153,13 +142,13 @@ STAGED: dict[str, tuple[Callable[[TrainConfig], TrainConfig], str]] = {
 @pytest.mark.parametrize("case", STAGED)
 def test_pipeline_stages_that_cannot_be_are_refused(tmp_path: Path, case: str) -> None:
     change, sentence = STAGED[case]
-    parallel = ParallelConfig(pipeline_model_parallel_size=2, pipeline_schedule="ZBVZeroBubble")
+    parallel = training.ParallelConfig(pipeline_model_parallel_size=2, pipeline_schedule="ZBVZeroBubble")
     with pytest.raises(ConfigError, match=sentence):
-        change(tiny_run(tmp_path, parallel=parallel, model=ModelSource(config=tiny_model(layers=4))))
+        change(tiny_run(tmp_path, parallel=parallel, model=training.ModelSource(config=tiny_model(layers=4))))
 
 
 def test_async_tensor_parallel_needs_memory_that_devices_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    parallel = ParallelConfig(tensor_model_parallel_size=2, sequence_parallel=True, async_tensor_parallel=True)
+    parallel = training.ParallelConfig(tensor_model_parallel_size=2, sequence_parallel=True, async_tensor_parallel=True)
     config = tiny_run(tmp_path, parallel=parallel, compile=True)
     dims = ParallelDims.of(config.parallel.to_dict(), 2)
     with pytest.raises(ConfigError, match=r"async_tensor_parallel is True; allowed on cpu: False, because .* on cuda"):
@@ -173,10 +162,10 @@ def test_refused_before_anything_begins(tmp_path: Path, case: str) -> None:
     change, sentence = CASES[case]
     run = tiny_run(tmp_path)
     before = sorted(tmp_path.rglob("*"))
-    with pytest.raises((ConfigError, DataError, CheckpointError, ValueError), match=sentence) as raised:
+    with pytest.raises((ConfigError, training.DataError, CheckpointError, ValueError), match=sentence) as raised:
         config = change(run, tmp_path)
         before = sorted(tmp_path.rglob("*"))
-        train(config)
+        training.train(config)
     assert "\n" not in str(raised.value) and len(str(raised.value)) < 400
     assert sorted(tmp_path.rglob("*")) == before
 
@@ -184,7 +173,7 @@ def test_refused_before_anything_begins(tmp_path: Path, case: str) -> None:
 def test_a_folder_that_may_not_be_written_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preflight.os, "access", lambda path, mode: not mode & os.W_OK)
     with pytest.raises(ConfigError, match=f"output_dir is .*run, but {tmp_path} cannot be written to"):
-        train(tiny_run(tmp_path))
+        training.train(tiny_run(tmp_path))
 
 
 def test_a_model_that_no_family_stores_is_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -192,7 +181,7 @@ def test_a_model_that_no_family_stores_is_noted(tmp_path: Path, capsys: pytest.C
     strange = replace(tiny_model(), residual_multiplier=0.5, block="parallel")
     for model, noted in ((strange, True), (tiny_model(), False)):
         with pytest.raises(AssertionError, match="the run began"):
-            train(tiny_run(tmp_path, model=ModelSource(config=model)))
+            training.train(tiny_run(tmp_path, model=training.ModelSource(config=model)))
         told = capsys.readouterr().err
         assert ("te-models: note: no Hugging Face family stores this model, so it cannot be exported" in told) == noted
 
@@ -214,7 +203,7 @@ def test_absurd_numbers_are_answered_at_once(tmp_path: Path, key: str, value: st
     assert key in text
     (tmp_path / "train.toml").write_text(text.replace(key, value))
     with pytest.raises(ConfigError, match=sentence):
-        load_config(tmp_path / "train.toml")
+        training.load_config(tmp_path / "train.toml")
 
 
 @pytest.mark.parametrize(
@@ -229,7 +218,7 @@ def test_absurd_numbers_are_answered_at_once(tmp_path: Path, key: str, value: st
     ],
 )
 def test_tokens_that_ranks_cannot_share(tmp_path: Path, sizes: dict, changes: dict, sentence: str) -> None:
-    run = tiny_run(tmp_path).replace(parallel=ParallelConfig(**sizes))
+    run = tiny_run(tmp_path).replace(parallel=training.ParallelConfig(**sizes))
     with pytest.raises(ConfigError, match=sentence):
         data(run, **changes)
 
@@ -254,21 +243,21 @@ def indexed(model: ModelConfig) -> ModelConfig:
 def test_keys_that_cannot_be_reached(tmp_path: Path, sizes: dict, model: ModelConfig, sentence: str) -> None:
     run = data(tiny_run(tmp_path))
     with pytest.raises(ConfigError, match=sentence):
-        config = run.replace(parallel=ParallelConfig(**sizes))
+        config = run.replace(parallel=training.ParallelConfig(**sizes))
         preflight.check_run_layout(config, model, ParallelDims.of(sizes, 8))
 
 
 def test_options_of_what_is_not_there_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cp_comm_type is 'p2p'; allowed: 'all_gather' with context_parallel_size"):
-        ParallelConfig(cp_comm_type="p2p")
+        training.ParallelConfig(cp_comm_type="p2p")
     with pytest.raises(ConfigError, match="moe_shared_expert_overlap is True; allowed: False without expert_model_par"):
-        ParallelConfig(moe_shared_expert_overlap=True)
+        training.ParallelConfig(moe_shared_expert_overlap=True)
     sizes = {"expert_model_parallel_size": 2, "moe_shared_expert_overlap": True}
     run = tiny_run(tmp_path, moe=True)
     with pytest.raises(ConfigError, match=r"a model with moe\.shared_expert_intermediate_size, without moe\.own"):
-        run.replace(parallel=ParallelConfig(**sizes), compile=False)
+        run.replace(parallel=training.ParallelConfig(**sizes), compile=False)
     with pytest.raises(ConfigError, match="moe_shared_expert_overlap is True; allowed: False with compile = true"):
-        run.replace(parallel=ParallelConfig(**sizes), compile=True)
+        run.replace(parallel=training.ParallelConfig(**sizes), compile=True)
 
 
 DEEPEP = {"expert_model_parallel_size": 2, "expert_dispatch": "deepep"}
@@ -278,14 +267,17 @@ DEEPEP = {"expert_model_parallel_size": 2, "expert_dispatch": "deepep"}
     ("changes", "sentence"),
     [
         ({"compile": True}, "compile is True; allowed: False with parallel.expert_dispatch = 'deepep', whose calls"),
-        ({"precision": PrecisionConfig(dtype="fp32")}, "precision.dtype is 'fp32'; allowed: 'bf16' and 'bf16-mixed'"),
+        (
+            {"precision": training.PrecisionConfig(dtype="fp32")},
+            "precision.dtype is 'fp32'; allowed: 'bf16' and 'bf16-mixed'",
+        ),
     ],
 )
 def test_runs_whose_tokens_cannot_travel_by_deep_ep(tmp_path: Path, changes: dict, sentence: str) -> None:
-    values = {"precision": PrecisionConfig(), "parallel": ParallelConfig(**DEEPEP)}
+    values = {"precision": training.PrecisionConfig(), "parallel": training.ParallelConfig(**DEEPEP)}
     with pytest.raises(ConfigError, match=sentence):
         tiny_run(tmp_path, moe=True, **values | changes)
-    tiny_run(tmp_path, moe=True, **values | changes | {"parallel": ParallelConfig(expert_dispatch="deepep")})
+    tiny_run(tmp_path, moe=True, **values | changes | {"parallel": training.ParallelConfig(expert_dispatch="deepep")})
 
 
 @pytest.mark.parametrize(
@@ -300,17 +292,17 @@ def test_runs_whose_tokens_cannot_travel_by_deep_ep(tmp_path: Path, changes: dic
 )
 def test_ranks_among_which_deep_ep_does_not_work(tmp_path: Path, sizes: dict, sentence: str) -> None:
     sizes = DEEPEP | sizes
-    parallel = ParallelConfig(**sizes)
+    parallel = training.ParallelConfig(**sizes)
     del sizes["expert_dispatch"]
     dims = ParallelDims.of(sizes, 2)
     with pytest.raises(ValueError, match=sentence):
-        config = tiny_run(tmp_path, moe=True, parallel=parallel, precision=PrecisionConfig())
+        config = tiny_run(tmp_path, moe=True, parallel=parallel, precision=training.PrecisionConfig())
         preflight.check_run(config, None, None, "cpu", dims, reads_text=False)
 
 
 def test_sequence_parallelism_needs_split_layers() -> None:
     with pytest.raises(ConfigError, match="sequence_parallel is True; allowed: False with tensor_model_p"):
-        ParallelConfig(sequence_parallel=True)
+        training.ParallelConfig(sequence_parallel=True)
 
 
 @pytest.mark.parametrize(
@@ -322,17 +314,17 @@ def test_sequence_parallelism_needs_split_layers() -> None:
     ],
 )
 def test_shards_that_cannot_be_kept_over_some_ranks(tmp_path: Path, sizes: dict, changes: dict, sentence: str) -> None:
-    parallel = ParallelConfig(**sizes, reshard_after_forward=3)
+    parallel = training.ParallelConfig(**sizes, reshard_after_forward=3)
     experts = tiny_model(moe=True)
     model = experts.replace(moe=replace(experts.moe, num_moe_experts=6))
-    options = {"model": ModelSource(config=model), "precision": PrecisionConfig(**changes)}
+    options = {"model": training.ModelSource(config=model), "precision": training.PrecisionConfig(**changes)}
     with pytest.raises(ConfigError, match=sentence):
         run = tiny_run(tmp_path, compile=False, parallel=parallel, **options)
         check_run_layout(run, model, ParallelDims.of(sizes, sizes["data_parallel_shard_size"]))
     with pytest.raises(ConfigError, match="reshard_after_forward is 1; allowed: 'default', 'always', 'never' or 2"):
-        ParallelConfig(data_parallel_shard_size=2, reshard_after_forward=1)
+        training.ParallelConfig(data_parallel_shard_size=2, reshard_after_forward=1)
     with pytest.raises(ConfigError, match="reduce_dtype is 'bfloat16'; allowed: 'float32' without shards"):
-        ParallelConfig(reduce_dtype="bfloat16")
+        training.ParallelConfig(reduce_dtype="bfloat16")
 
 
 @pytest.mark.parametrize(
@@ -346,8 +338,8 @@ def test_shards_that_cannot_be_kept_over_some_ranks(tmp_path: Path, sizes: dict,
 def test_stored_weights_that_two_ranks_cannot_split(
     recipe: str, hidden: int, sentence: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    precision = PrecisionConfig(recipe=recipe, quantized_weights=True)
-    run = tiny_run(tmp_path, model=ModelSource(config=tiny_model(hidden=hidden)), precision=precision)
+    precision = training.PrecisionConfig(recipe=recipe, quantized_weights=True)
+    run = tiny_run(tmp_path, model=training.ModelSource(config=tiny_model(hidden=hidden)), precision=precision)
     model = build_model(run, "cpu", None)
     monkeypatch.setattr("te_models.parallel.parts.shard_place", lambda model: ShardPlace(tp_rank=0, tp_size=2))
     if sentence is None:
@@ -367,13 +359,13 @@ def test_memory_counts_the_moments_of_what_is_trained(tmp_path: Path, monkeypatc
     with pytest.raises(ConfigError, match="with the moments of"):
         preflight.check_model(config, model, "cpu", one)
     for changes in (
-        {"lora": LoRAConfig(rank=2)},
+        {"lora": training.LoRAConfig(rank=2)},
         {"optimizer": config.optimizer.replace(freeze=("decoder.*", "embedding.*"))},
     ):
         preflight.check_model(config.replace(**changes), model, "cpu", one)
     monkeypatch.setattr(preflight, "host_memory", lambda: parameters)
     stored = config.precision.replace(recipe="block", quantized_weights=True)
-    lora = config.replace(lora=LoRAConfig(rank=2))
+    lora = config.replace(lora=training.LoRAConfig(rank=2))
     preflight.check_model(lora.replace(precision=stored), model, "cpu", one)
     with pytest.raises(ConfigError, match="with the moments of 0 that are trained"):
         preflight.check_model(lora, model, "cpu", one)

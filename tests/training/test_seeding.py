@@ -17,10 +17,8 @@ from tests.training.runs import tiny_run
 
 def test_derived_seeds_differ_by_every_label() -> None:
     seeds = {derive_seed(s, name, step, rank) for s in (0, 1) for name in "ab" for step in range(20) for rank in (0, 1)}
-    assert len(seeds) == 160
-    assert derive_seed(1, 23) != derive_seed(12, 3)
-    assert all(0 <= seed < 2**63 for seed in seeds)
-    assert derive_seed(3, "x") == derive_seed(3, "x")
+    assert len(seeds) == 160 and derive_seed(1, 23) != derive_seed(12, 3)
+    assert all(0 <= seed < 2**63 for seed in seeds) and derive_seed(3, "x") == derive_seed(3, "x")
 
 
 def test_every_seed_trains_on_every_rank(tmp_path: Path) -> None:

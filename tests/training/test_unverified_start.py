@@ -32,8 +32,7 @@ def test_weights_are_checked_unless_the_run_says_otherwise(tmp_path: Path) -> No
     with pytest.raises(CheckpointError, match="SHA-256"):
         build_model(config, "cpu", None)
     read = build_model(config.replace(model=config.model.replace(verify=False)), "cpu", None).state_dict()
-    wrong = [n for n, t in saved.state_dict().items() if not torch.equal(t, read[n])]
-    assert len(wrong) == 1
+    assert len([n for n, t in saved.state_dict().items() if not torch.equal(t, read[n])]) == 1
 
 
 def test_a_run_may_go_on_with_another_choice(tmp_path: Path) -> None:

@@ -259,8 +259,7 @@ def test_every_family_with_experts_has_fused_and_single_ones() -> None:
 
 def test_every_family_has_a_case() -> None:
     first = {"llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe"}
-    classes = {getattr(transformers, config_class).model_type for config_class, _ in FIRST.values()}
-    assert classes == first
+    assert {getattr(transformers, config_class).model_type for config_class, _ in FIRST.values()} == first
     images = {name for name, family in FAMILIES.items() if text_part(family) is not None}  # test_text_part.py
     assert {family for family, _ in CASES.values()} | first | {"kimi_k2"} | images == set(FAMILIES)
 
@@ -280,8 +279,7 @@ def test_other_names_on_the_hub(tmp_path: Path, family: str, form: str, names: d
     (tmp_path / "hub").mkdir()
     (tmp_path / "hub/config.json").write_bytes((source / "config.json").read_bytes())
     save_file({**tensors, buffer: torch.ones(1)}, tmp_path / "hub/model.safetensors", metadata={"format": "pt"})
-    plan = import_hf(tmp_path / "hub", tmp_path / "hub-ours")
-    assert plan.passthrough == (f"carried.{buffer}",)
+    assert import_hf(tmp_path / "hub", tmp_path / "hub-ours").passthrough == (f"carried.{buffer}",)
     imported = stored(tmp_path / "hub-ours")
     assert torch.equal(imported.pop(f"carried.{buffer}"), torch.ones(1))
     assert_same_bits(stored(tmp_path / "ours"), imported)

@@ -215,8 +215,7 @@ def test_windows() -> None:
     assert read("mistral").attention.window_size == 4096
     assert read("mistral", sliding_window=None).layer_types == ("full", "full")
     assert read("mistral", sliding_window=7).layer_types == ("sliding", "sliding")
-    assert read("mixtral").attention.window_size is None
-    assert read("qwen2").layer_types == ("full", "full")
+    assert read("mixtral").attention.window_size is None and read("qwen2").layer_types == ("full", "full")
     partly = read("qwen2", use_sliding_window=True, sliding_window=9, max_window_layers=1)
     assert (partly.layer_types, partly.attention.window_size) == (("full", "sliding"), 9)
     given = read("qwen3", use_sliding_window=True, layer_types=["sliding_attention", "full_attention"])

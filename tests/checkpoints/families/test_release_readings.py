@@ -79,8 +79,7 @@ def test_axk1_as_it_is_published(tmp_path: Path) -> None:
     tensors[unused] = torch.randn(32, generator=torch.Generator().manual_seed(1))
     save_file(tensors, tmp_path / "hf/model.safetensors", metadata={"format": "pt"})
     rewrite(tmp_path / "hf", topk_method="greedy")
-    plan = import_hf(tmp_path / "hf", tmp_path / "ours")
-    assert plan.passthrough == (f"carried.{unused}",)
+    assert import_hf(tmp_path / "hf", tmp_path / "ours").passthrough == (f"carried.{unused}",)
     export_hf(tmp_path / "ours", tmp_path / "back")
     assert_same_bits(stored(tmp_path / "hf"), stored(tmp_path / "back"))
     got, expected = GPTModel.from_pretrained(tmp_path / "ours").eval()(TOKENS).logits, theirs(TOKENS).logits

@@ -136,5 +136,4 @@ def test_routing_is_identical(tmp_path: Path, case: str, monkeypatch: pytest.Mon
 
 
 def test_every_family_with_experts_has_a_case() -> None:
-    assert {CASES[case][0] for case in MOE_CASES} | ALONE == MIXTURES
-    assert len(MIXTURES) == 45
+    assert {CASES[case][0] for case in MOE_CASES} | ALONE == MIXTURES and len(MIXTURES) == 45

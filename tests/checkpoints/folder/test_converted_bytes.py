@@ -1,8 +1,7 @@
 """What conversions of the first 42 families write: the same bytes as when this file was made, in every case.
 
 A folder holds config.json and tensors; `converted_bytes.json` has a digest of each. The Hugging Face folders are made
-without transformers, from the options of the cases and from values that follow from the tensors' names.
-"""
+without transformers, from the options of the cases and from values that follow from the tensors' names."""
 
 from __future__ import annotations
 

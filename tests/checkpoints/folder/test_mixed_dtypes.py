@@ -110,8 +110,7 @@ def test_tensors_of_one_parameter_must_have_the_same(tmp_path: Path, pattern: st
     a, b = (GPTModel.from_pretrained(folder, recipe=recipe("current")) for folder in (source, tmp_path / "ours"))
     for (name, x), (_, y) in zip(a.stored_tensors(), b.stored_tensors(), strict=True):
         assert torch.equal(dequantized(x), dequantized(y)), name
-    again = stored(tmp_path / "ours")
-    assert {tensor.dtype for tensor in again.values()} == {torch.float32}
+    assert {tensor.dtype for tensor in stored(tmp_path / "ours").values()} == {torch.float32}
     export_hf(tmp_path / "ours", tmp_path / "back")
     for name, tensor in stored(source).items():
         assert torch.equal(stored(tmp_path / "back")[name], tensor.float()), name

@@ -13,19 +13,12 @@ import pytest
 import torch
 from torch import Tensor
 
+import te_models.layers as te
 from te_models import GPTModel
 from te_models.checkpoints import FAMILIES, expected_tensors, export_hf, families
 from te_models.checkpoints.families import Family
 from te_models.checkpoints.mapping import param_shapes
 from te_models.config import AttentionConfig, MLPConfig, ModelConfig, MoEConfig
-from te_models.layers import (
-    DelayedScaling,
-    MXFP8BlockScaling,
-    NVFP4BlockScaling,
-    QuantizedTensor,
-    Recipe,
-    store_weights,
-)
 from te_models.layers.module.base import GemmModule
 from te_models.layers.quantizer.encoding import NumberFormat
 from te_models.memory import ask_for_large_pages
@@ -41,8 +34,10 @@ CONFIG = ModelConfig(
 )
 
 
-@pytest.mark.parametrize("recipe", [None, MXFP8BlockScaling()], ids=["plain", "mxfp8"])
-def test_from_pretrained_draws_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recipe: Recipe | None) -> None:
+@pytest.mark.parametrize("recipe", [None, te.MXFP8BlockScaling()], ids=["plain", "mxfp8"])
+def test_from_pretrained_draws_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recipe: te.Recipe | None
+) -> None:
     model = GPTModel(CONFIG)
     model.save_pretrained(tmp_path / "model")
 
@@ -59,8 +54,7 @@ def test_from_pretrained_draws_nothing(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_from_pretrained_imports_one_family(tmp_path: Path) -> None:
-    model = GPTModel(CONFIG)
-    model.save_pretrained(tmp_path / "model")
+    GPTModel(CONFIG).save_pretrained(tmp_path / "model")
     export_hf(tmp_path / "model", tmp_path / "hf", family="llama")
     code = "import sys; from te_models import GPTModel; GPTModel.from_pretrained(sys.argv[1]); print(*sys.modules)"
     ended = subprocess.run(
@@ -99,8 +93,7 @@ def test_what_is_asked_of_a_configuration_is_answered_once(monkeypatch: pytest.M
 
 
 def test_large_weights_get_large_pages_and_their_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    large = CONFIG.replace(vocab_size=2**15, hidden_size=128)
-    model = GPTModel(large, dtype=torch.bfloat16)
+    model = GPTModel(CONFIG.replace(vocab_size=2**15, hidden_size=128), dtype=torch.bfloat16)
     model.save_pretrained(tmp_path / "model")
     asked: list[int] = []
 
@@ -127,14 +120,14 @@ def test_the_collector_of_cycles_waits_until_a_model_is_there(tmp_path: Path, mo
     assert gc.isenabled()
 
 
-RECIPES = [MXFP8BlockScaling(), NVFP4BlockScaling(), DelayedScaling()]
+RECIPES = [te.MXFP8BlockScaling(), te.NVFP4BlockScaling(), te.DelayedScaling()]
 MIXTURE = CONFIG.replace(moe=MoEConfig(num_moe_experts=2, moe_router_topk=1, moe_ffn_hidden_size=64))
 
 
 @pytest.mark.parametrize("config", [CONFIG, MIXTURE], ids=["dense", "mixture"])
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.NAME)
 def test_weights_of_a_recipe_are_encoded_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recipe: Recipe, config: ModelConfig
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recipe: te.Recipe, config: ModelConfig
 ) -> None:
     """What a model is built with has no values; those of the files are encoded, and equal what storing the plain
     model's weights gives."""
@@ -152,11 +145,11 @@ def test_weights_of_a_recipe_are_encoded_once(
     read = GPTModel.from_pretrained(tmp_path / "model", recipe=recipe)
     if config is CONFIG:
         assert encoded == ["cpu"] * len(layers)
-    store_weights(plain, recipe)
+    te.store_weights(plain, recipe)
     for name, parameter in plain.named_parameters():
         other = read.get_parameter(name)
         assert type(other) is type(parameter)
-        if isinstance(parameter, QuantizedTensor) and isinstance(other, QuantizedTensor):
+        if isinstance(parameter, te.QuantizedTensor) and isinstance(other, te.QuantizedTensor):
             assert parameter.quantizer == other.quantizer and parameter.shares_scale is other.shares_scale
             assert parameter.user_attributes() == other.user_attributes()
             for field, values in parameter.fields.items():

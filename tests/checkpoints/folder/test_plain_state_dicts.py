@@ -13,51 +13,38 @@ from safetensors import safe_open
 from safetensors.torch import load, save, save_file
 from torch import nn
 
+import te_models.layers as te
 from te_models.checkpoints import CheckpointError, from_plain_state_dict, plain_state_dict
-from te_models.layers import (
-    CustomRecipe,
-    DelayedScaling,
-    Float8BlockQuantizer,
-    GroupedLinear,
-    HybridQuantizer,
-    IdentityQuantizer,
-    LayerNormMLP,
-    Linear,
-    MXFP8Quantizer,
-    QuantizedTensor,
-    Recipe,
-    autocast,
-    quantized_model_init,
-    recipe,
-)
 from tests.compare import raw, same_bits
 
-HYBRID = HybridQuantizer(rowwise_quantizer=MXFP8Quantizer(), columnwise_quantizer=Float8BlockQuantizer())
-FLAT = HybridQuantizer(
-    rowwise_quantizer=MXFP8Quantizer(), columnwise_quantizer=Float8BlockQuantizer(block_scaling_dim=1)
+HYBRID = te.HybridQuantizer(rowwise_quantizer=te.MXFP8Quantizer(), columnwise_quantizer=te.Float8BlockQuantizer())
+FLAT = te.HybridQuantizer(
+    rowwise_quantizer=te.MXFP8Quantizer(), columnwise_quantizer=te.Float8BlockQuantizer(block_scaling_dim=1)
 )
-RECIPES: dict[str, Recipe] = {name: recipe(name) for name in ("delayed", "current", "block", "mxfp8", "nvfp4")} | {
-    "nvfp4 1-D": recipe("nvfp4", disable_2d_quantization=True),
-    "hybrid": CustomRecipe(qfactory=lambda role: HYBRID if role.tensor_type == "weight" else FLAT),
-    "identity": CustomRecipe(qfactory=lambda role: IdentityQuantizer()),
+RECIPES: dict[str, te.Recipe] = {
+    name: te.recipe(name) for name in ("delayed", "current", "block", "mxfp8", "nvfp4")
+} | {
+    "nvfp4 1-D": te.recipe("nvfp4", disable_2d_quantization=True),
+    "hybrid": te.CustomRecipe(qfactory=lambda role: HYBRID if role.tensor_type == "weight" else FLAT),
+    "identity": te.CustomRecipe(qfactory=lambda role: te.IdentityQuantizer()),
 }
 LAYERS: dict[str, Callable[[], nn.Module]] = {
-    "dense": lambda: Linear(33, 50, name="layer"),
-    "grouped": lambda: GroupedLinear(3, 33, 50, name="layer"),
-    "per GEMM": lambda: GroupedLinear(3, 33, 50, single_grouped_weight=False, name="layer"),
-    "model": lambda: nn.Sequential(LayerNormMLP(32, 48, name="layer"), nn.BatchNorm1d(32)),
+    "dense": lambda: te.Linear(33, 50, name="layer"),
+    "grouped": lambda: te.GroupedLinear(3, 33, 50, name="layer"),
+    "per GEMM": lambda: te.GroupedLinear(3, 33, 50, single_grouped_weight=False, name="layer"),
+    "model": lambda: nn.Sequential(te.LayerNormMLP(32, 48, name="layer"), nn.BatchNorm1d(32)),
 }
 
 
 def build(name: str, kind: str, seed: int) -> nn.Module:
     torch.manual_seed(seed)
-    with quantized_model_init(recipe=RECIPES[name]):
+    with te.quantized_model_init(recipe=RECIPES[name]):
         return LAYERS[kind]()
 
 
 def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
     def equal(x: torch.Tensor, y: torch.Tensor) -> bool:
-        if isinstance(x, QuantizedTensor) or isinstance(y, QuantizedTensor):
+        if isinstance(x, te.QuantizedTensor) or isinstance(y, te.QuantizedTensor):
             numbers = [(v.quantizer.to_dict(), v.dtype) for v in (x, y)]
             return type(x) is type(y) and numbers[0] == numbers[1] and same_bits(x, y)
         return x.dtype == y.dtype and torch.equal(raw(x), raw(y))
@@ -74,8 +61,7 @@ def test_a_layer_passes_through_a_safetensors_file(name: str, kind: str, tmp_pat
     save_file(tensors, tmp_path / "layer.safetensors", metadata=metadata)
     with safe_open(tmp_path / "layer.safetensors", "pt") as file:
         state = from_plain_state_dict({key: file.get_tensor(key) for key in file.keys()}, file.metadata())  # noqa: SIM118
-    assert same(state, dict(source.state_dict()))
-    assert not same(state, dict(target.state_dict()))
+    assert same(state, dict(source.state_dict())) and not same(state, dict(target.state_dict()))
     target.load_state_dict(state)
     assert same(dict(target.state_dict()), dict(source.state_dict()))
 
@@ -89,8 +75,8 @@ def test_the_logical_dtype_is_kept(dtype: torch.dtype) -> None:
 
 
 def test_the_state_of_a_recipe_and_plain_layers_need_no_metadata_of_ours() -> None:
-    layer = Linear(16, 16)
-    with autocast(recipe=DelayedScaling()):
+    layer = te.Linear(16, 16)
+    with te.autocast(recipe=te.DelayedScaling()):
         layer(torch.randn(4, 16)).sum().backward()
     state = dict(layer.state_dict())
     tensors, metadata = plain_state_dict(state)

@@ -11,19 +11,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+import te_models.checkpoints as checkpoints
 from te_models import GPTModel
-from te_models.checkpoints import (
-    CheckpointError,
-    dequantize,
-    diff,
-    export_hf,
-    import_hf,
-    open_checkpoint,
-    quantize,
-    relayout,
-    toy,
-    verify,
-)
 from tests.checkpoints.family_cases import make
 from tests.checkpoints.hf_cases import assert_same_bits, stored
 
@@ -54,23 +43,23 @@ def folder_with_a_copy(case: str, folder: Path) -> Path:
 def test_it_comes_back_whichever_way_the_model_goes(tmp_path: Path, case: str) -> None:
     source, (copy, embedding) = folder_with_a_copy(case, tmp_path / "hf"), COPIES[case]
     expected = stored(source)
-    assert import_hf(source, tmp_path / "ours").ignored == (copy,)
+    assert checkpoints.import_hf(source, tmp_path / "ours").ignored == (copy,)
     GPTModel.from_pretrained(source, dtype=torch.bfloat16).save_pretrained(tmp_path / "saved")
-    relayout(tmp_path / "ours", tmp_path / "per-gemm", "per-gemm")
+    checkpoints.relayout(tmp_path / "ours", tmp_path / "per-gemm", "per-gemm")
     for folder in ("ours", "saved", "per-gemm"):
         assert copy not in stored(tmp_path / folder)
-        plan = export_hf(tmp_path / folder, tmp_path / f"{folder}-back")
+        plan = checkpoints.export_hf(tmp_path / folder, tmp_path / f"{folder}-back")
         assert_same_bits(stored(tmp_path / f"{folder}-back"), expected)
         assert plan.report is not None and (copy, "exact", "BF16", "BF16") in plan.report.lines
-    quantize(tmp_path / "ours", tmp_path / "mxfp8", "mxfp8")
-    plan = export_hf(tmp_path / "mxfp8", tmp_path / "mxfp8-back", dtype="float32")
+    checkpoints.quantize(tmp_path / "ours", tmp_path / "mxfp8", "mxfp8")
+    plan = checkpoints.export_hf(tmp_path / "mxfp8", tmp_path / "mxfp8-back", dtype="float32")
     again = stored(tmp_path / "mxfp8-back")
     assert torch.equal(again[copy], expected[copy].float()) and torch.equal(again[embedding], again[copy])
     assert plan.report is not None and (copy, "converted", "BF16", "F32") in plan.report.lines
-    assert toy(source, tmp_path / "toy", layers=1).ignored == ()
+    assert checkpoints.toy(source, tmp_path / "toy", layers=1).ignored == ()
     assert torch.equal(stored(tmp_path / "toy")[copy], expected[copy])
-    dequantize(tmp_path / "mxfp8", tmp_path / "values")
-    export_hf(tmp_path / "values", tmp_path / "values-back")
+    checkpoints.dequantize(tmp_path / "mxfp8", tmp_path / "values")
+    checkpoints.export_hf(tmp_path / "values", tmp_path / "values-back")
     assert stored(tmp_path / "values-back").keys() == expected.keys()
 
 
@@ -80,27 +69,27 @@ def test_the_copy_is_of_the_trained_embedding(tmp_path: Path) -> None:
     with torch.no_grad():
         model.embedding.word_embeddings.weight.mul_(2)
     model.save_pretrained(tmp_path / "ours")
-    export_hf(tmp_path / "ours", tmp_path / "back")
+    checkpoints.export_hf(tmp_path / "ours", tmp_path / "back")
     again, before = stored(tmp_path / "back"), stored(source)
     assert torch.equal(again[copy], again[embedding]) and torch.equal(again[copy], before[embedding] * 2)
 
 
 def test_files_without_one_and_other_families_get_none(tmp_path: Path) -> None:
     source = folder_with_a_copy("gemma", tmp_path / "hf")
-    import_hf(source, tmp_path / "ours")
+    checkpoints.import_hf(source, tmp_path / "ours")
     config = json.loads((tmp_path / "ours/config.json").read_text())
     assert config["source"]["tied_copies"] == ["lm_head.weight"]
     (tmp_path / "ours/manifest.json").unlink()  # the folder is edited
     for names in (["model.norm.weight", "../x"], ["embed_out.weight"]):  # no copies in this family
         config["source"]["tied_copies"] = names
         (tmp_path / "ours/config.json").write_text(json.dumps(config))
-        export_hf(tmp_path / "ours", tmp_path / "back", overwrite=True)
+        checkpoints.export_hf(tmp_path / "ours", tmp_path / "back", overwrite=True)
         assert stored(tmp_path / "back").keys() == stored(source).keys() - {"lm_head.weight"}
     for wrong in ("lm_head.weight", [1], {"a": 1}):
         config["source"]["tied_copies"] = wrong
         (tmp_path / "ours/config.json").write_text(json.dumps(config))
-        with pytest.raises(CheckpointError, match="tied_copies are not a list of names"):
-            open_checkpoint(tmp_path / "ours")
+        with pytest.raises(checkpoints.CheckpointError, match="tied_copies are not a list of names"):
+            checkpoints.open_checkpoint(tmp_path / "ours")
 
 
 def with_output_layer(folder: Path, tensor: torch.Tensor | None) -> Path:
@@ -112,7 +101,7 @@ def with_output_layer(folder: Path, tensor: torch.Tensor | None) -> Path:
 
 def test_one_that_is_no_copy_is_a_difference(tmp_path: Path) -> None:
     source = folder_with_a_copy("gemma", tmp_path / "hf")
-    import_hf(source, tmp_path / "ours")
+    checkpoints.import_hf(source, tmp_path / "ours")
     true = stored(source)["lm_head.weight"]
     wrong = true.clone()
     wrong[1, 2] = 3.0
@@ -121,10 +110,15 @@ def test_one_that_is_no_copy_is_a_difference(tmp_path: Path) -> None:
         with_output_layer(folders[name], tensor)
     for other in (source, folders["none"], tmp_path / "ours"):
         for a, b in ((folders["wrong"], other), (other, folders["wrong"])):
-            report = verify(a, b)
+            report = checkpoints.verify(a, b)
             assert not report.equal and len(report.differences) == 1
             assert report.differences[0].startswith("lm_head.weight[1, 2]: ")
-            assert not diff(a, b).equal and diff(a, b).notes == report.differences
-        assert verify(source, other).equal and diff(source, other).equal
-        assert verify(other, folders["none"]).equal and not verify(other, folders["short"]).equal
-    assert verify(folders["wrong"], folders["wrong-too"]).equal and diff(folders["wrong"], folders["wrong-too"]).equal
+            assert not checkpoints.diff(a, b).equal and checkpoints.diff(a, b).notes == report.differences
+        assert checkpoints.verify(source, other).equal and checkpoints.diff(source, other).equal
+        assert (
+            checkpoints.verify(other, folders["none"]).equal and not checkpoints.verify(other, folders["short"]).equal
+        )
+    assert (
+        checkpoints.verify(folders["wrong"], folders["wrong-too"]).equal
+        and checkpoints.diff(folders["wrong"], folders["wrong-too"]).equal
+    )

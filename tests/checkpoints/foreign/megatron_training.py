@@ -2,8 +2,7 @@
 
 Megatron-Core trains a small model on the CPU, on FOLDER/batches.pt [steps, windows, S]. After two steps it saves model
 and distributed optimizer to FOLDER/dp_reshardable and FOLDER/fully_reshardable, then goes on; the losses of further
-steps are in FOLDER/losses.pt.
-"""
+steps are in FOLDER/losses.pt."""
 
 from __future__ import annotations
 
@@ -87,8 +86,7 @@ def main(folder: Path, tp: int) -> None:
 
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp)
     batches = torch.load(folder / "batches.pt", weights_only=True)
-    vocabulary = int(batches["vocabulary"])
-    model = build(tp, vocabulary)
+    model = build(tp, int(batches["vocabulary"]))
     ddp = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True, bucket_size=9000)
     ddp.overlap_grad_reduce = False
     wrapped = DistributedDataParallel(model.config, ddp, model)
@@ -120,8 +118,7 @@ def loss_of(model: Any, ids: torch.Tensor) -> torch.Tensor:
     batch, length = ids.shape
     mask = torch.triu(torch.ones(1, 1, length, length), 1).bool()
     labels = torch.cat([ids[:, 1:], ids[:, :1]], dim=1)
-    found = model(ids, torch.arange(length)[None].expand(batch, -1), mask, labels=labels)
-    return found[:, :-1].mean()
+    return model(ids, torch.arange(length)[None].expand(batch, -1), mask, labels=labels)[:, :-1].mean()
 
 
 def save(folder: Path, model: Any, optimizer: Any, checkpointing: Any, state: Any, tp: int, number: int) -> None:

@@ -1,8 +1,7 @@
 """State dicts of Transformer Engine's modules, in files of torch's and in safetensors, to our folders and back.
 
 The layer set here has Transformer Engine's modules, with its names: a model that a script makes of them is the
-reference.
-"""
+reference."""
 
 from __future__ import annotations
 

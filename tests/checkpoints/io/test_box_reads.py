@@ -31,8 +31,7 @@ def test_any_box_is_what_indexing_gives(tmp_path: Path, shape: tuple[int, ...]) 
                 size = min(size, -(-n // step))
                 start = chosen.randint(0, n - ((size - 1) * step + 1)) if size else 0
                 box.append(Range(start, start + size * step, step))
-            found = store.read("x", tuple(box))
-            assert torch.equal(found, tensor[slices(tuple(box))]), box
+            assert torch.equal(store.read("x", tuple(box)), tensor[slices(tuple(box))]), box
 
 
 def test_rows_that_lie_apart_are_read_one_by_one() -> None:

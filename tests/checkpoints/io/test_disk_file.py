@@ -71,8 +71,7 @@ def test_blocks_that_a_file_system_refuses_go_through_the_cache(
     """It took the flag, and then refuses each aligned write."""
     monkeypatch.setattr(os, "pwrite", refused(os.pwrite, errno.EINVAL, direct))
     file = write(tmp_path / "file", data())
-    assert (tmp_path / "file").read_bytes() == data()
-    assert not file._direct
+    assert (tmp_path / "file").read_bytes() == data() and not file._direct
 
 
 def test_a_system_without_direct_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,8 +82,7 @@ def test_a_system_without_direct_writes(tmp_path: Path, monkeypatch: pytest.Monk
     flushed, fsync = [], os.fsync
     monkeypatch.setattr(os, "fsync", lambda fd: flushed.append(fsync(fd)))
     write(tmp_path / "file", data())
-    assert (tmp_path / "file").read_bytes() == data()
-    assert len(flushed) > 1
+    assert (tmp_path / "file").read_bytes() == data() and len(flushed) > 1
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])

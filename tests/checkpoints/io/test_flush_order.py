@@ -1,8 +1,7 @@
 """What a power cut may not undo: everything of a result is flushed before it gets its name, and the name after.
 
 The session's os.fsync does nothing (tests/conftest.py), so that only its calls can be looked at: which path each was
-of, in one order with the renames.
-"""
+of, in one order with the renames."""
 
 from __future__ import annotations
 

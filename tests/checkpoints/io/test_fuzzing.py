@@ -1,7 +1,6 @@
 """Any index, manifest, description of quantized weights, or damage to a file: read, or refused by CheckpointError.
 
-Headers and configurations are fuzzed beside their other tests. The slow runs try 28,000 inputs here, 20,000 there.
-"""
+Headers and configurations are fuzzed beside their other tests. The slow runs try 28,000 inputs here, 20,000 there."""
 
 from __future__ import annotations
 

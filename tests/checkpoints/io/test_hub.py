@@ -62,18 +62,15 @@ def test_a_hub_id_is_downloaded_wherever_a_folder_is_expected(calls: Calls, tmp_
     import_hf("org/llama@v1.0", "ours")
     assert calls == [{"repo": "org/llama", "revision": "v1.0"}]
     assert_same_bits(stored(tmp_path / "cache/models--org--llama/snapshots/0123"), stored(tmp_path / "hf-llama"))
-    assert verify("org/llama", "ours").equal
-    assert inspect("org/llama").family == "llama"
-    model = GPTModel.from_pretrained("org/llama")
-    model.save_pretrained("saved")
+    assert verify("org/llama", "ours").equal and inspect("org/llama").family == "llama"
+    GPTModel.from_pretrained("org/llama").save_pretrained("saved")
     for name in ("tokenizer.json", "additional_chat_templates/rag.jinja"):
         assert (tmp_path / "saved" / name).is_file(), "the files of the downloaded folder come along"
     assert {call["repo"] for call in calls} == {"org/llama"} and len(calls) == 4
 
 
 def test_only_files_that_are_read_are_asked_for(calls: Calls) -> None:
-    folder = local_folder("org/llama")
-    names = {path.name for path in folder.rglob("*") if path.is_file()}
+    names = {path.name for path in local_folder("org/llama").rglob("*") if path.is_file()}
     assert names == {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "rag.jinja"}
     for name in ("pytorch_model.bin", "model.pt", "tokenizer.pkl", "consolidated.00.safetensors", "inference/x.py"):
         allowed = any(fnmatch.fnmatch(name, p) for p in ALLOWED)
@@ -84,8 +81,7 @@ def test_only_files_that_are_read_are_asked_for(calls: Calls) -> None:
 
 def test_a_folder_of_that_name_wins(calls: Calls, hf_folder: HFFolder, tmp_path: Path) -> None:
     shutil.copytree(hf_folder("qwen3"), tmp_path / "org/llama")
-    assert inspect("org/llama").family == "qwen3"
-    assert calls == []
+    assert inspect("org/llama").family == "qwen3" and calls == []
     (tmp_path / "org/llama/config.json").unlink()
     with pytest.raises(CheckpointError, match=r"it has no config\.json"):
         inspect("org/llama")

@@ -38,8 +38,7 @@ def test_digests_are_those_of_other_tools(hf_folder: HFFolder, tmp_path: Path, w
     """Whatever wrote the tensor: byte ranges, joined and converted parts, bands, computed fields, several files.
 
     whole: `file_digests`, with which a weight file has the digest that `sha256sum` prints; otherwise it has that of a
-    text of digests, one per line: the header's and those of the tensors in the order of their data.
-    """
+    text of digests, one per line: the header's and those of the tensors in the order of their data."""
     source = hf_folder("mixtral") if heads == "cut" else make_folder(tmp_path / "hf", MIXTURE)
     import_hf(source, tmp_path / "plain", max_shard_bytes=20_000, file_digests=whole)
     import_hf(source, tmp_path / "float", dtype="float32", file_digests=whole)
@@ -67,8 +66,7 @@ def test_digests_are_those_of_other_tools(hf_folder: HFFolder, tmp_path: Path, w
                 tensors += len(expected)
             else:
                 assert (record.sha256, record.tensors) == (sha256(data), {})
-        assert tensors > 8
-        assert check_manifest(folder) == len(records)
+        assert tensors > 8 and check_manifest(folder) == len(records)
 
 
 def test_the_command_line_asks_for_digests_of_whole_files(hf_folder: HFFolder, tmp_path: Path) -> None:
@@ -238,8 +236,7 @@ def test_a_manifest_that_says_too_little(
     values = json.loads(manifest.read_text())
     edit(values)
     manifest.write_text(json.dumps(values))
-    assert main(["verify", str(tmp_path / "ours")]) == 1
-    assert message in capsys.readouterr().out
+    assert main(["verify", str(tmp_path / "ours")]) == 1 and message in capsys.readouterr().out
     for read in (open_checkpoint, lambda folder: relayout(folder, tmp_path / "out", "per-gemm")):
         with pytest.raises(CheckpointError, match=message):
             read(tmp_path / "ours")

@@ -128,8 +128,7 @@ def test_all_edits_of_a_manifest_are_told(hf_folder: HFFolder, tmp_path: Path) -
 @pytest.mark.parametrize("name", ["a" * 300, "additional_chat_templates/" + "a" * 300])
 def test_names_that_no_file_can_have(hf_folder: HFFolder, tmp_path: Path, name: str) -> None:
     import_hf(hf_folder("llama"), tmp_path / "ours")
-    file = tmp_path / "ours" / MANIFEST
-    values = json.loads(file.read_text())
+    values = json.loads((tmp_path / "ours" / MANIFEST).read_text())
     values["files"][name] = values["files"]["config.json"]
     assert assert_told(tmp_path / "ours", name, json.dumps(values).encode()) == 2
 

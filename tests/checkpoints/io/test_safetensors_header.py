@@ -131,8 +131,7 @@ def test_usual_and_unusual_spellings_mean_the_same(data: Any) -> None:
     if data.draw(st.booleans()):
         header = {"__metadata__": {"format": "pt", "x": data.draw(st.text('ab\\"é', max_size=3))}, **header}
     expected = parse_header(json.dumps(header, indent=1).encode(), position, "x")
-    assert expected.tensors.keys() == set(names)
-    assert expected.metadata == header.get("__metadata__", {})
+    assert expected.tensors.keys() == set(names) and expected.metadata == header.get("__metadata__", {})
     for text in (spelled(header, data.draw), json.dumps(header, separators=(",", ":")).encode()):
         found = parse_header(text, position, "x")
         assert (found.tensors, found.metadata) == (expected.tensors, expected.metadata)

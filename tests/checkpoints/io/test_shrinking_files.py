@@ -52,8 +52,7 @@ def main(folder: Path) -> None:
 
 def test_a_file_that_shrinks_is_named(hf_folder: HFFolder, tmp_path: Path) -> None:
     import_hf(hf_folder("llama"), tmp_path / "ours")
-    command = ["-m", "tests.checkpoints.io.test_shrinking_files", str(tmp_path / "ours")]
-    result = run_python(command)
+    result = run_python(["-m", "tests.checkpoints.io.test_shrinking_files", str(tmp_path / "ours")])
     assert result.returncode == 0, result.stderr
     reports = json.loads(result.stdout)
     assert reports.pop("scales") == "nothing", "there are none to read"

@@ -120,8 +120,7 @@ def test_expression_equals_torch_and_inverts(name: str) -> None:
     assert exported.keys() == expected.keys()
     for key, value in expected.items():
         assert torch.equal(exported[key], value), key
-    imported = run(there, ours, {k: v.contiguous() for k, v in expected.items()})
-    assert torch.equal(imported["w"], w)
+    assert torch.equal(run(there, ours, {k: v.contiguous() for k, v in expected.items()})["w"], w)
 
 
 @pytest.mark.parametrize("a", [n for n in EXPRESSIONS if EXPRESSIONS[n][0] == (E, 2 * I, H)])
@@ -187,8 +186,7 @@ def boxes(draw: st.DrawFn) -> tuple[tuple[int, ...], Box]:
 @given(boxes())
 def test_flat_interval_is_right_where_it_answers(case: tuple[tuple[int, ...], Box]) -> None:
     shape, box = case
-    w = torch.arange(math.prod(shape)).reshape(shape)
-    inside = w[slices(box)].flatten().tolist()
+    inside = torch.arange(math.prod(shape)).reshape(shape)[slices(box)].flatten().tolist()
     assert len(inside) == element_count(box)
     interval = flat_interval(box, shape)
     contiguous = inside == list(range(inside[0], inside[0] + len(inside)))

@@ -68,8 +68,7 @@ def test_transformers_knows_the_format_that_is_chosen_unasked(tmp_path: Path, re
     assert declared(folder)["quant_method"] == method and not (folder / SEPARATE).exists() and not notes
     if method == "compressed-tensors":
         return  # the test above loads it
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    found = model.state_dict()
+    found = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()
     for name, value in values.items():  # on CPU it dequantizes to bfloat16
         torch.testing.assert_close(found[name].float(), value, rtol=2.0**-8, atol=0, msg=name)
 

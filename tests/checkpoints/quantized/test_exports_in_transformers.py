@@ -75,8 +75,7 @@ def check(folder: Path, expected: torch.Tensor, rounding: float, form: str, auto
     """Compare with what transformers loads: the values in float32, and the quantized modules as they compute."""
     ways: dict[str, tuple[torch.dtype, dict[str, Any], float]] = {"as it is": (torch.float32, {}, 0.0)}
     if form in PACKAGE:
-        package = pytest.importorskip("compressed_tensors", reason="reads these formats: te_models[test]")
-        assert package
+        assert pytest.importorskip("compressed_tensors", reason="reads these formats: te_models[test]")
         values = {"quantization_config": transformers.CompressedTensorsConfig(dequantize=True)}
         # It decodes FP4 and integers in bfloat16. Where that is declared it rounds activations to E4M3, 2 ** 4 times as
         # coarse.

@@ -24,8 +24,7 @@ SCALES = {
 def set_scales(folder: Path, name: str, first: int, *, zero: bool = False) -> None:
     """Make all scale bytes of a folder 118 to 122, and the first one of a tensor `first`.
 
-    zero: the values of its block become zero.
-    """
+    zero: the values of its block become zero."""
     file = folder / "model.safetensors"
     tensors = load_file(file)
     for scales in (tensor for key, tensor in tensors.items() if key.endswith(("_scales", "weight_scale"))):
@@ -102,8 +101,7 @@ def test_every_format_in_every_form(tmp_path: Path, case: str, storage: str) -> 
         return
     assert not (tmp_path / "ours").exists()
     plan = import_hf(source, tmp_path / "ours", storage=storage, allow_requantize=True)
-    assert set(inspect(tmp_path / "ours").formats) == {storage}
-    assert plan.report is not None
+    assert set(inspect(tmp_path / "ours").formats) == {storage} and plan.report is not None
     assert all(x.max_error is not None for x in plan.report.lines.values() if x.kind == "requantized")
     import_hf(source, tmp_path / "values", dequantize=True)
     ours, values = stored(tmp_path / "ours"), stored(tmp_path / "values")

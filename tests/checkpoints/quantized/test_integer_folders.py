@@ -93,8 +93,7 @@ def test_a_folder_of_several_formats_is_not_stored_as_one(tmp_path: Path) -> Non
     source, _ = make(CASES["mixed-precision-quantized"], tmp_path)
     with pytest.raises(CheckpointError, match="a folder of several formats cannot be stored as 'float8_block'"):
         import_hf(source, tmp_path / "x", storage="float8_block")
-    summary = inspect(source)
-    assert set(summary.formats) == {"pack-quantized", "float-quantized"}
+    assert set(inspect(source).formats) == {"pack-quantized", "float-quantized"}
 
 
 def test_weights_of_two_formats_are_not_joined(tmp_path: Path) -> None:

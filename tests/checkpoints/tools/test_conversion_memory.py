@@ -19,23 +19,10 @@ from te_models.checkpoints.write.shards import header_bytes, split_shards
 
 CHILD = Path(__file__).parents[1].joinpath("memory_child.py")
 MODELS: dict[str, dict[str, Any]] = {
-    "dense": {
-        "model_type": "llama",
-        "vocab_size": 12288,
-        "hidden_size": 1024,
-        "intermediate_size": 4096,
-        "num_hidden_layers": 6,
-        "num_attention_heads": 8,
-    },
-    "moe": {
-        "model_type": "mixtral",
-        "vocab_size": 4096,
-        "hidden_size": 512,
-        "intermediate_size": 1024,
-        "num_hidden_layers": 6,
-        "num_attention_heads": 8,
-        "num_local_experts": 8,
-    },
+    "dense": {"model_type": "llama", "vocab_size": 12288, "hidden_size": 1024, "intermediate_size": 4096}
+    | {"num_hidden_layers": 6, "num_attention_heads": 8},
+    "moe": {"model_type": "mixtral", "vocab_size": 4096, "hidden_size": 512, "intermediate_size": 1024}
+    | {"num_hidden_layers": 6, "num_attention_heads": 8, "num_local_experts": 8},
 }
 
 
@@ -99,25 +86,10 @@ def test_import_and_export_stay_below_the_largest_tensor(tmp_path: Path, model: 
 
 
 QUANTIZED: dict[str, Any] = {
-    "dense": {
-        "model_type": "llama",
-        "vocab_size": 1024,
-        "hidden_size": 2048,
-        "intermediate_size": 16384,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 2,
-    },
-    "moe": {
-        "model_type": "mixtral",
-        "vocab_size": 1024,
-        "hidden_size": 2048,
-        "intermediate_size": 4096,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 2,
-        "num_local_experts": 4,
-    },
+    "dense": {"model_type": "llama", "vocab_size": 1024, "hidden_size": 2048, "intermediate_size": 16384}
+    | {"num_hidden_layers": 1, "num_attention_heads": 16, "num_key_value_heads": 2},
+    "moe": {"model_type": "mixtral", "vocab_size": 1024, "hidden_size": 2048, "intermediate_size": 4096}
+    | {"num_hidden_layers": 1, "num_attention_heads": 16, "num_key_value_heads": 2, "num_local_experts": 4},
 }
 """Models with large matrices: 128 MiB (dense, both halves of the gated MLP) and 4 times 32 MiB in bfloat16."""
 
@@ -137,23 +109,10 @@ def test_quantize_and_dequantize_stay_below_the_largest_tensor(tmp_path: Path, m
 
 
 LARGE: dict[str, dict[str, Any]] = {
-    "dense": {
-        "model_type": "llama",
-        "vocab_size": 32000,
-        "hidden_size": 4096,
-        "intermediate_size": 11008,
-        "num_hidden_layers": 10,
-        "num_attention_heads": 32,
-    },
-    "moe": {
-        "model_type": "mixtral",
-        "vocab_size": 32000,
-        "hidden_size": 2048,
-        "intermediate_size": 4096,
-        "num_hidden_layers": 10,
-        "num_attention_heads": 16,
-        "num_local_experts": 8,
-    },
+    "dense": {"model_type": "llama", "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008}
+    | {"num_hidden_layers": 10, "num_attention_heads": 32},
+    "moe": {"model_type": "mixtral", "vocab_size": 32000, "hidden_size": 2048, "intermediate_size": 4096}
+    | {"num_hidden_layers": 10, "num_attention_heads": 16, "num_local_experts": 8},
 }
 """Models of more than 4 GiB."""
 

@@ -103,8 +103,7 @@ def test_one_expert_that_transformers_does_not_run_is_noted(tmp_path: Path, case
 
 @pytest.mark.parametrize("case", ["qwen2_moe", "deepseek_v3", "exaone_moe"])
 def test_the_fused_form_is_kept(tmp_path: Path, case: str) -> None:
-    source = save(case, tmp_path / "hf", save_original_format=False)
-    toy(source, tmp_path / "toy", layers=2, experts=3)
+    toy(save(case, tmp_path / "hf", save_original_format=False), tmp_path / "toy", layers=2, experts=3)
     fused = [name for name in stored(tmp_path / "toy") if name.endswith("experts.gate_up_proj")]
     assert fused and all(stored(tmp_path / "toy")[name].shape[0] == 3 for name in fused)
 

@@ -107,8 +107,7 @@ def test_sigkill_at_any_moment(hf_folder: HFFolder, tmp_path: Path, moments: str
         str(tmp_path / "work"),
         moments,
     ]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    result = run_python(command, env=environment)
+    result = run_python(command, env=os.environ | {"OMP_NUM_THREADS": "1"})
     assert result.returncode == 0, result.stderr
     reports = json.loads(result.stdout)
     for report in reports:
@@ -166,14 +165,12 @@ def test_existing_destinations(hf_folder: HFFolder, tmp_path: Path) -> None:
 def test_converting_in_place_replaces_the_source_at_the_end(hf_folder: HFFolder, tmp_path: Path) -> None:
     source = hf_folder("llama")
     import_hf(source, source, overwrite=True)
-    assert (source / "manifest.json").exists()
-    assert verify(source, hf_folder_copy(hf_folder, tmp_path)).equal
+    assert (source / "manifest.json").exists() and verify(source, hf_folder_copy(hf_folder, tmp_path)).equal
 
 
 def hf_folder_copy(hf_folder: HFFolder, tmp_path: Path) -> Path:
     (tmp_path / "hf-llama").rename(tmp_path / "converted")
-    fresh = hf_folder("llama")
-    fresh.rename(tmp_path / "fresh")
+    hf_folder("llama").rename(tmp_path / "fresh")
     (tmp_path / "converted").rename(tmp_path / "hf-llama")
     return tmp_path / "fresh"
 

@@ -17,8 +17,7 @@ def test_a_pipe_in_place_of_the_job_is_not_waited_for(hf_folder: HFFolder, tmp_p
     working = tmp_path / ".ours.partial"
     (working / "content").mkdir(parents=True)
     os.mkfifo(working / "job")
-    source = hf_folder("llama")
-    thread = threading.Thread(target=import_hf, args=(source, tmp_path / "ours"), daemon=True)
+    thread = threading.Thread(target=import_hf, args=(hf_folder("llama"), tmp_path / "ours"), daemon=True)
     thread.start()
     thread.join(60)
     waiting = thread.is_alive()

@@ -104,8 +104,7 @@ def test_sigkill_at_random_moments(hf_folder: HFFolder, tmp_path: Path, count: i
         str(count),
         "20261121",
     ]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    result = run_python(command, env=environment)
+    result = run_python(command, env=os.environ | {"OMP_NUM_THREADS": "1"})
     assert result.returncode == 0, result.stderr
     reports = json.loads(result.stdout)
     assert len(reports) == count
@@ -143,8 +142,7 @@ def interrupted(convert: Convert, source: Path, out: Path, files: int) -> Path:
             convert(source, out)
         finally:
             os._exit(1)
-    assert os.WIFSIGNALED(os.waitpid(pid, 0)[1])
-    assert not out.exists()
+    assert os.WIFSIGNALED(os.waitpid(pid, 0)[1]) and not out.exists()
     return working
 
 
@@ -342,8 +340,7 @@ def test_ctrl_c_keeps_finished_files(hf_folder: HFFolder, tmp_path: Path, told: 
     first, *others, last = errors.splitlines()
     assert first.startswith("continuing an interrupted run: 2 of ") and "continuing" not in " ".join(others), errors
     assert last == f"te-models: interrupted; {working} has {kept} finished files: the same command goes on from there"
-    assert "Traceback" not in errors
-    assert main(words) == 0
+    assert "Traceback" not in errors and main(words) == 0
     (note,) = notes(told)
     assert note.startswith(f"continuing an interrupted run: {kept} of ")
     do_import(source, tmp_path / "reference")

@@ -254,8 +254,7 @@ SIZE = 64 * 64
 
 def ranges(rows: int) -> list[tuple[int, int]]:
     """Return the byte ranges of the parts of a tensor of rows of 64 bytes, by its documentation."""
-    edges = [*range(0, 64 * rows, SIZE), 64 * rows]
-    return list(pairwise(edges))
+    return list(pairwise([*range(0, 64 * rows, SIZE), 64 * rows]))
 
 
 def test_parts_are_shared_exactly_where_both_tensors_have_them() -> None:
@@ -346,8 +345,7 @@ def test_a_tensor_is_left_to_the_writer_only_if_every_part_is_written(source: Fi
     }
     for cut, whole in cuts.items():
         outputs = [rows_of(source, str(number), *rows) for number, rows in enumerate(cut)]
-        shared = SharedDigests(source, source, outputs)
-        assert set(shared._gathered) == ({"a"} if whole else set()), cut
+        assert set(SharedDigests(source, source, outputs)._gathered) == ({"a"} if whole else set()), cut
     computed = replace(copy_of(source.tensors["a"], "a", "a"), compute=lambda: [torch.zeros(130, 32)])
     assert not SharedDigests(source, source, [computed])._gathered
 

@@ -137,8 +137,7 @@ def test_values_are_as_near_as_those_of_torch() -> None:
 @pytest.mark.parametrize("dtype", (BF16, F32))
 def test_tensors_need_not_lie_in_order(dtype: torch.dtype) -> None:
     """Heads before positions, all of one projection, and channels that do not lie side by side."""
-    together = torch.randn(2, 90, 6 + 2 + 2, 32).to(dtype)
-    q, k, v = together.split((6, 2, 2), 2)
+    q, k, v = torch.randn(2, 90, 6 + 2 + 2, 32).to(dtype).split((6, 2, 2), 2)
     grad = torch.randn(90, 32, dtype=dtype).expand(6, 90, 32)[None].expand(2, -1, -1, -1).transpose(1, 2)
     expected = forward(*(x.contiguous() for x in (q, k, v)), 0.2, True)
     wanted = backward(grad.contiguous(), *(x.contiguous() for x in (q, k, v)), *expected, 0.2, True)
@@ -161,8 +160,7 @@ def test_bits_do_not_depend_on_threads(shape: tuple[int, ...], dtype: torch.dtyp
             results.append((*found, *backward(found[0], q, k, v, *found, 0.2, shape[7])))
     finally:
         torch.set_num_threads(threads)
-    assert all(map(torch.equal, results[0], results[1]))
-    assert all(map(torch.equal, results[0], results[2]))
+    assert all(map(torch.equal, results[0], results[1])) and all(map(torch.equal, results[0], results[2]))
 
 
 @pytest.mark.parametrize("value", (torch.inf, torch.nan))
@@ -240,8 +238,7 @@ def test_a_graph_has_the_bits_of_eager_code(dynamic: bool) -> None:
         dy = torch.randn(2, length, 128).to(BF16)
         expected, found = attend(*inputs), compiled(*inputs)
         assert torch.equal(found, expected)
-        gradients = (torch.autograd.grad(y, inputs, dy) for y in (found, expected))
-        assert all(map(torch.equal, *gradients))
+        assert all(map(torch.equal, *(torch.autograd.grad(y, inputs, dy) for y in (found, expected))))
 
 
 def test_graphs_of_enough_queries_have_it() -> None:
@@ -423,8 +420,7 @@ def test_without_a_compiler_torchs_kernel_runs(monkeypatch: pytest.MonkeyPatch, 
 
     monkeypatch.setattr(library, "_function", load)
     q, k, v = case((1, 4, 2, 96, 96, 32, 32))
-    layer = DotProductAttention(4, 32, 2, qkv_format="bshd")
-    y = layer(q, k, v)
+    y = DotProductAttention(4, 32, 2, qkv_format="bshd")(q, k, v)
     options = {"is_causal": True, "enable_gqa": True}
     expected = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), **options)
     assert torch.equal(y, expected.transpose(1, 2).flatten(2))

@@ -84,8 +84,7 @@ def check(queries: int, case: str, device: str = "cpu", **tolerance: float) -> N
     seen = visible(queries, options.get("causal", True), options.get("window")).to(device)
     expected = masked(q, k, v, seen, options.get("softcap"), sinks)
     torch.testing.assert_close(out, expected, **tolerance)
-    nothing = ~seen.any(-1)[:, None].expand(out.shape[:3])
-    assert not out[nothing].any(), "padding"
+    assert not out[~seen.any(-1)[:, None].expand(out.shape[:3])].any(), "padding"
     wanted = tensors if sinks is not None else tensors[:3]
     dy = torch.randn_like(out)
     found = torch.autograd.grad(out, wanted, dy)
@@ -129,8 +128,7 @@ def test_tables_of_blocks_are_those_of_the_mask(queries: int, case: str) -> None
 
 
 def test_a_long_row_looks_at_few_blocks() -> None:
-    documents = (torch.arange(8192) // 512)[None]
-    mask = block_mask_of(*seen_intervals(documents, 8192, True, -1), 8192)
+    mask = block_mask_of(*seen_intervals((torch.arange(8192) // 512)[None], 8192, True, -1), 8192)
     assert int((mask.to_dense() > 0).sum()) == 16 * (1 + 2 + 3 + 4)
 
 

@@ -154,6 +154,5 @@ def test_nothing_has_the_size_of_all_scores() -> None:
     with _Largest() as largest:
         choice = select_keys(q, k, weights, 5, None)
         loss = indexer_loss(q, k, weights, q.detach(), k[:, :, None].detach(), choice, None, scale=0.5)
-        y = sparse_attention(q, k[:, :, None], k[:, :, None], choice, scale=0.5)
-        (y.sum() + loss).backward()
+        (sparse_attention(q, k[:, :, None], k[:, :, None], choice, scale=0.5).sum() + loss).backward()
     assert largest.most <= 400 * 16 * 4

@@ -1,8 +1,7 @@
 """A norm under no_grad computes in every environment: by a library where one can be had, else by its definition,
 counted and said once. Each environment is a process of its own.
 
-The compilers are scripts, and the one that works copies a library that is there.
-"""
+The compilers are scripts, and the one that works copies a library that is there."""
 
 from __future__ import annotations
 
@@ -79,10 +78,7 @@ CASES = {
     "a full cache": Environment(True, OWN, before=on_mount("HERE/cache", data="size=16k")),
     "a cache without room for names": Environment(True, OWN, before=on_mount("HERE/cache", data="nr_inodes=2")),
     "all is full": Environment(
-        False,
-        NONE,
-        {"TE_MODELS_CACHE": "HERE/all/cache", "TMPDIR": "HERE/all"},
-        on_mount("HERE/all", data="size=16k"),
+        False, NONE, {"TE_MODELS_CACHE": "HERE/all/cache", "TMPDIR": "HERE/all"}, on_mount("HERE/all", data="size=16k")
     ),
     "a cache that cannot be written": Environment(True, OWN, before=on_mount("HERE/cache", READ_ONLY)),
     "a cache that is a file": Environment(True, OWN, {"TE_MODELS_CACHE": "HERE/library"}),

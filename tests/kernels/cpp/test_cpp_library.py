@@ -84,10 +84,8 @@ def compiler(tmp_path: Path, script: str) -> str:
 
 
 def test_a_source_is_compiled_once_for_each_macro(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not is_cached({"ADDED": "2"})
-    assert (added(2), added(5)) == (3, 6)
-    assert is_cached({"ADDED": "2"})
-    assert libraries(own_cache) == 2
+    assert not is_cached({"ADDED": "2"}) and (added(2), added(5)) == (3, 6)
+    assert is_cached({"ADDED": "2"}) and libraries(own_cache) == 2
     monkeypatch.setattr(cpp_library, "_compile", lambda *arguments: pytest.fail("compiled again"))
     forget()
     assert (added(2), added(5)) == (3, 6)
@@ -160,8 +158,7 @@ def test_eight_processes_at_first_use_compile_once(own_cache: Path, tmp_path: Pa
     command = [sys.executable, "-c", ADD + "print(added(4))"]
     started = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) for _ in range(8)]
     assert [process.communicate()[0].strip() for process in started] == ["5"] * 8
-    assert (tmp_path / "calls").read_text() == "\n"
-    assert libraries(own_cache) == 1
+    assert (tmp_path / "calls").read_text() == "\n" and libraries(own_cache) == 1
 
 
 KILLED = (
@@ -192,8 +189,7 @@ def test_a_killed_process_does_not_hold_others_up(own_cache: Path, tmp_path: Pat
     try:
         assert list(own_cache.glob("*.partial"))
         second = subprocess.run([sys.executable, "-c", ADD + "print(added(4))"], **options, timeout=60, check=True)
-        assert second.stdout == "5\n"
-        assert libraries(own_cache) == 1
+        assert second.stdout == "5\n" and libraries(own_cache) == 1
     finally:
         first.stdout.close()
         os.killpg(int(begun.read_text()), signal.SIGKILL)

@@ -167,8 +167,7 @@ def _scaled(g: Generator, dtype: torch.dtype) -> tuple[Any, ...]:
 
 def _nvfp4(g: Generator, dtype: torch.dtype) -> tuple[Any, ...]:
     (x,) = _matrices(g, dtype)
-    amax = x.abs().float().amax((-2, -1))
-    return x, amax, torch.tensor([3, 4]) if number(g, 0, 1) else None
+    return x, x.abs().float().amax((-2, -1)), torch.tensor([3, 4]) if number(g, 0, 1) else None
 
 
 def _amaxes(g: Generator, dtype: torch.dtype) -> tuple[Any, ...]:
@@ -375,8 +374,7 @@ def _dual(function: Callable[..., Any], arguments: Sequence[Any]) -> Any:
     with forward_ad.dual_level():
         place, x = next((i, x) for i, x in enumerate(arguments) if isinstance(x, Tensor) and x.is_floating_point())
         tangent = torch.linspace(-1, 1, x.numel(), dtype=x.dtype, device=x.device).view(x.shape)
-        with_tangent = [*arguments[:place], forward_ad.make_dual(x, tangent), *arguments[place + 1 :]]
-        found = function(*with_tangent)
+        found = function(*[*arguments[:place], forward_ad.make_dual(x, tangent), *arguments[place + 1 :]])
         return [tuple(forward_ad.unpack_dual(y)) for y in (found if isinstance(found, (tuple, list)) else (found,))]
 
 

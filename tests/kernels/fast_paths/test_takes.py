@@ -41,8 +41,7 @@ def ones(*shape: int, **options: Any) -> Tensor:
     ],
 )
 def test_it_names_the_first_argument_that_does_not_fit(x: Any, weight: Any, bias: Any, wrong: str) -> None:
-    assert LINEAR.misfit(x, weight, bias) == wrong
-    assert LINEAR.misfit_on_cpu(x, weight, bias) == wrong
+    assert LINEAR.misfit(x, weight, bias) == wrong and LINEAR.misfit_on_cpu(x, weight, bias) == wrong
     if weight is not None:
         assert LINEAR.misfit_of_fakes(x, weight, bias) == (wrong if weight.stride()[-1] == 1 else "")
 

@@ -60,8 +60,7 @@ def exact(operand: ScaledOperand) -> Tensor:
 def assert_within(y: Tensor, left: Tensor, right: Tensor, *, roundings: int = 1, unit: float | None = None) -> None:
     """|y - left @ right^T| is at most K float32 roundings of the sums, and `roundings` to y's dtype (or of `unit`).
 
-    Triton's interpreter truncates to bfloat16 where a GPU rounds: twice the unit.
-    """
+    Triton's interpreter truncates to bfloat16 where a GPU rounds: twice the unit."""
     unit = UNIT[y.dtype] if unit is None else unit
     if y.device.type == "cpu" and y.dtype == torch.bfloat16:
         unit *= 2

@@ -1,7 +1,6 @@
 """On CPU, 16-bit matrices are multiplied in float32 where that is faster: the same sums, rounded once, and only there.
 
-What is saved for the backward pass stays 16-bit, in eager mode and in graphs.
-"""
+What is saved for the backward pass stays 16-bit, in eager mode and in graphs."""
 
 from __future__ import annotations
 
@@ -93,8 +92,7 @@ def test_float32_gemms_give_the_same_sums_rounded_once(case: str, dtype: torch.d
     with using_cpu_gemm("bf16"):
         expected = CASES[case](dtype)
     for a, b in zip(found, expected, strict=True):
-        assert a.dtype == b.dtype
-        assert a.shape == b.shape
+        assert a.dtype == b.dtype and a.shape == b.shape
         assert (a.float() - b.float()).norm() <= 2 * torch.finfo(dtype).eps * b.float().norm()
     assert exact is None or exact[0].shape == found[0].shape
 
@@ -122,8 +120,7 @@ def test_what_is_saved_for_the_backward_pass_stays_sixteen_bit(compiled: bool) -
         with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
             y = function(made(33, 300).requires_grad_(), made(70, 300, seed=3).requires_grad_())
         y.sum().backward()
-    assert saved
-    assert {t.dtype for t in saved if t.dim() > 1} == {torch.bfloat16}
+    assert saved and {t.dtype for t in saved if t.dim() > 1} == {torch.bfloat16}
 
 
 def test_pieces_of_a_large_weight_give_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,8 +211,7 @@ def test_a_machine_measures_once(
 def test_the_measurement_measures(tmp_path: Path) -> None:
     code = "from te_models.kernels.gemm import cpu; import json; print(json.dumps(cpu._time_both()))"
     found = json.loads(subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True).stdout)
-    assert found.keys() == {"bf16", "float32"}
-    assert all(0 < value < 60_000 for value in found.values())
+    assert found.keys() == {"bf16", "float32"} and all(0 < value < 60_000 for value in found.values())
 
 
 def test_the_choice_holds_for_the_process() -> None:

@@ -44,8 +44,7 @@ def test_each_group_is_the_product_of_its_matrix_alone(format: str, dtype: torch
     x = rows(total + 2, 336, dtype)
     reset_gemm_counts()
     y = stored_grouped_gemm(x, operand, SPLITS)
-    assert gemm_counts() == {("stored_grouped_gemm", "few_rows"): 1}
-    assert not y[total:].any()
+    assert gemm_counts() == {("stored_grouped_gemm", "few_rows"): 1} and not y[total:].any()
     ends = [0, *SPLITS.cumsum(0).tolist()]
     for g, (begin, end) in enumerate(itertools.pairwise(ends)):
         alone = few_rows.stored_weight_linear(x[begin:end], operand.member(g))
@@ -135,5 +134,4 @@ def test_a_compiled_layer_is_one_graph_for_any_rows_and_splits() -> None:
         for count in (5, 140):
             more, sizes = rows(count, 352, BF16), torch.tensor([2, count - 4, 0, 2, 0, 0])
             torch.testing.assert_close(compiled(more, sizes), layer(more, sizes))
-    assert len(backend.graphs) == 1
-    assert "stored_grouped_gemm" in backend.graphs[0].code
+    assert len(backend.graphs) == 1 and "stored_grouped_gemm" in backend.graphs[0].code

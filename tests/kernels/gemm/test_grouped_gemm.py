@@ -37,8 +37,7 @@ def test_values_and_gradients(splits: list[int], tail: int, transpose: bool, dty
     rows, outer, inner = sum(splits) + tail, 12, 10
     a = normal(rows, inner if transpose else outer, seed=1, dtype=dtype).requires_grad_()
     b = normal(len(splits), outer, inner, seed=2, dtype=dtype).requires_grad_()
-    count = torch.tensor(splits)
-    y = grouped_gemm(a, b, count, transpose)
+    y = grouped_gemm(a, b, torch.tensor(splits), transpose)
     dy = normal(*y.shape, seed=3, dtype=dtype)
     da, db = torch.autograd.grad(y, (a, b), dy)
     for g, (begin, end) in enumerate(ranges(splits)):
@@ -47,8 +46,7 @@ def test_values_and_gradients(splits: list[int], tail: int, transpose: bool, dty
         assert_within(y[begin:end], a[begin:end].double(), weight)
         assert_within(da[begin:end], dy[begin:end].double(), weight.t())
         assert_within(db[g], left[begin:end].double().t(), right[begin:end].double().t())
-    assert not y[sum(splits) :].any()
-    assert not da[sum(splits) :].any()
+    assert not y[sum(splits) :].any() and not da[sum(splits) :].any()
 
 
 def test_second_derivatives() -> None:
@@ -131,8 +129,7 @@ def test_nvfp4_rows() -> None:
 def test_backends_of_quantized_rows(formats: str, hw: DeviceCapability, backend: str) -> None:
     left, right = operands(formats, [16, 16], 0, inner=128)
     choice = choose_scaled("scaled_grouped_gemm", left, right, torch.bfloat16, hw)
-    assert choice.backend == backend
-    assert choice.fallback == (backend == "emulation" and hw.type == "cuda")
+    assert choice.backend == backend and choice.fallback == (backend == "emulation" and hw.type == "cuda")
 
 
 def test_backends_without_triton() -> None:
@@ -218,8 +215,7 @@ def test_compiled_for_any_splits(backend: str) -> None:
     """One graph for every number of tokens and every split, empty groups among them.
 
     Operands come quantized: the quantizer has graphs of its own, one more where all rows fit one block, for torch
-    specializes a size of 1.
-    """
+    specializes a size of 1."""
 
     def run(
         left: ScaledOperand, columns: ScaledOperand, right: ScaledOperand, splits: Tensor, main_grad: Tensor

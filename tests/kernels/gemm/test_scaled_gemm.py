@@ -16,9 +16,7 @@ from te_models.kernels.gemm import (
     scaled_gemm_accumulate_,
     using_cpu_gemm,
 )
-from te_models.kernels.gemm import (
-    backends as backends,
-)
+from te_models.kernels.gemm import backends as backends
 from te_models.kernels.gemm.backends import DeviceCapability
 from te_models.kernels.gemm.choice import choose_gemm
 from te_models.kernels.gemm.op import _scaled_gemm
@@ -110,8 +108,7 @@ RUNGS = [
 @pytest.mark.parametrize(("sides", "shape", "hw", "backend"), RUNGS, ids=str)
 def test_backends(sides: str, shape: tuple[int, int, int], hw: DeviceCapability, backend: str) -> None:
     choice = choose_gemm(*pair(sides, shape), torch.bfloat16, hw)
-    assert choice.backend == backend
-    assert choice.fallback == (backend == "emulation" and hw.type == "cuda")
+    assert choice.backend == backend and choice.fallback == (backend == "emulation" and hw.type == "cuda")
     assert [name for name, _ in choice.passed_over] == ["native", "triton"][
         : ["native", "triton", "emulation"].index(backend)
     ]
@@ -219,10 +216,8 @@ def test_padded_scales_of_square_blocks() -> None:
         scales = torch.rand(3, blocks)
         padded = native._padded_inner(scales)
         length = -(-blocks // 4) * 4
-        assert padded.shape == (length, 3)
-        assert padded.stride() == (1, length)
-        assert torch.equal(padded[:blocks].t(), scales)
-        assert not padded[blocks:].any()
+        assert padded.shape == (length, 3) and padded.stride() == (1, length)
+        assert torch.equal(padded[:blocks].t(), scales) and not padded[blocks:].any()
 
 
 @pytest.mark.parametrize("shape", [(8, 1), (1, 3), (12, 5)], ids=str)

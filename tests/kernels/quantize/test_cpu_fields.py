@@ -8,31 +8,24 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+import te_models.layers.quantizer as quantizers
 from te_models.kernels.backend import Backend, using_backend
 from te_models.kernels.quantize.cpu import fields as cpu_fields
 from te_models.kernels.quantize.fp8.blocks import per_element
 from te_models.layers import GroupedLinear, Linear, NVFP4BlockScaling, Recipe, autocast, recipe
-from te_models.layers.quantizer import (
-    Fields,
-    Float8BlockQuantizer,
-    Float8CurrentScalingQuantizer,
-    MXFP8Quantizer,
-    NVFP4Quantizer,
-    Quantizer,
-)
 from te_models.layers.quantizer.encoding import Scale, Uses
 from tests.kernels.triton.quantize.quantize_cases import E4M3, hard, ordinary
 
 ROWWISE = {"rowwise": True, "columnwise": False}
 COLUMNWISE = {"rowwise": False, "columnwise": True}
-QUANTIZERS: list[Quantizer] = [
-    MXFP8Quantizer(**ROWWISE),
-    MXFP8Quantizer(**COLUMNWISE),
-    Float8BlockQuantizer(force_pow_2_scales=False),
-    Float8BlockQuantizer(block_scaling_dim=1, amax_epsilon=1e-4, **COLUMNWISE),
-    Float8CurrentScalingQuantizer(),
-    NVFP4Quantizer(**ROWWISE),
-    NVFP4Quantizer(with_2d_quantization=True),
+QUANTIZERS: list[quantizers.Quantizer] = [
+    quantizers.MXFP8Quantizer(**ROWWISE),
+    quantizers.MXFP8Quantizer(**COLUMNWISE),
+    quantizers.Float8BlockQuantizer(force_pow_2_scales=False),
+    quantizers.Float8BlockQuantizer(block_scaling_dim=1, amax_epsilon=1e-4, **COLUMNWISE),
+    quantizers.Float8CurrentScalingQuantizer(),
+    quantizers.NVFP4Quantizer(**ROWWISE),
+    quantizers.NVFP4Quantizer(with_2d_quantization=True),
 ]
 DTYPES = [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.slow)]
 """Each compiles a library."""
@@ -57,7 +50,7 @@ def _bytes(field: torch.Tensor) -> torch.Tensor:
     return field.flatten().clone().view(torch.uint8)
 
 
-def _assert_same_fields(found: Fields, wanted: Fields, what: object) -> None:
+def _assert_same_fields(found: quantizers.Fields, wanted: quantizers.Fields, what: object) -> None:
     assert found.keys() == wanted.keys(), what
     for name, field in wanted.items():
         mine = found[name]
@@ -81,17 +74,17 @@ def test_fields_and_error(dtype: torch.dtype) -> None:
             assert found.error == float((quantizer.dequantize_fields(wanted, torch.float32, x.shape) - x).abs().max())
 
 
-EAGER: list[Quantizer] = [
+EAGER: list[quantizers.Quantizer] = [
     *QUANTIZERS,
-    MXFP8Quantizer(),
-    MXFP8Quantizer(two_dimensional=True),
-    MXFP8Quantizer(fp8_dtype=torch.float8_e5m2),
-    Float8BlockQuantizer(block_scaling_dim=1),
-    Float8CurrentScalingQuantizer(force_pow_2_scales=True, amax_epsilon=1e-3),
-    NVFP4Quantizer(with_rht=True),
-    NVFP4Quantizer(with_rht=True, with_random_sign_mask=False),
-    NVFP4Quantizer(row_scaled_nvfp4=True, **ROWWISE),
-    NVFP4Quantizer(nvfp4_use_4over6=True),
+    quantizers.MXFP8Quantizer(),
+    quantizers.MXFP8Quantizer(two_dimensional=True),
+    quantizers.MXFP8Quantizer(fp8_dtype=torch.float8_e5m2),
+    quantizers.Float8BlockQuantizer(block_scaling_dim=1),
+    quantizers.Float8CurrentScalingQuantizer(force_pow_2_scales=True, amax_epsilon=1e-3),
+    quantizers.NVFP4Quantizer(with_rht=True),
+    quantizers.NVFP4Quantizer(with_rht=True, with_random_sign_mask=False),
+    quantizers.NVFP4Quantizer(row_scaled_nvfp4=True, **ROWWISE),
+    quantizers.NVFP4Quantizer(nvfp4_use_4over6=True),
 ]
 
 

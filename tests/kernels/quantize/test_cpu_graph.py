@@ -155,11 +155,7 @@ EAGER: dict[str, tuple[str, Callable[[Tensor], Any], Callable[[Tensor], Any]]] =
         lambda x: q.round_per_tensor(x, SCALE, E4M3, BF16),
         lambda x: rounding.round_per_tensor(x, SCALE, E4M3, BF16),
     ),
-    "transform": (
-        "random_hadamard",
-        lambda x: q.random_hadamard(x, -2),
-        lambda x: hadamard.random_hadamard(x, -2),
-    ),
+    "transform": ("random_hadamard", lambda x: q.random_hadamard(x, -2), lambda x: hadamard.random_hadamard(x, -2)),
 }
 """Function of the library -> what eager code calls, and the definition."""
 

@@ -109,8 +109,7 @@ def test_two_draws_are_unrelated(other: str) -> None:
 
 def test_an_element_sees_unrelated_words_from_step_to_step() -> None:
     """What a running average averages over: the low 16 bits of one element along 4096 steps."""
-    words = torch.stack([draw(3, 1, step, 256) for step in range(4096)])
-    u = (words & 0xFFFF).double() / 65536 - 0.5
+    u = (torch.stack([draw(3, 1, step, 256) for step in range(4096)]) & 0xFFFF).double() / 65536 - 0.5
     # 256 means of 4096 uniform numbers of variance 1 / 12, and 256 correlations of successive ones
     assert u.mean(0).abs().max() < 5.5 * (1 / 12 / 4096) ** 0.5
     assert (u[1:] * u[:-1]).mean(0).abs().max() < 5.5 / 12 / 4096**0.5

@@ -96,16 +96,14 @@ def test_a_batch_of_matrices_is_quantized_member_by_member() -> None:
         data, stored = quantize_blockwise(x, block, torch.float8_e4m3fn, kind)
         for member, d, s in zip(x, data, stored, strict=True):
             one, one_stored = quantize_blockwise(member, block, torch.float8_e4m3fn, kind)
-            assert torch.equal(one.view(torch.uint8), d.view(torch.uint8))
-            assert torch.equal(one_stored, s)
+            assert torch.equal(one.view(torch.uint8), d.view(torch.uint8)) and torch.equal(one_stored, s)
 
 
 @pytest.mark.parametrize("shape", [(0, 128), (64, 0), (0, 0)])
 def test_empty(shape: tuple[int, int]) -> None:
     for block, kind in KINDS:
         data, stored = quantize_blockwise(torch.empty(shape), block, torch.float8_e4m3fn, kind)
-        assert data.shape == shape
-        assert stored.shape == (-(-shape[0] // block[0]), -(-shape[1] // block[1]))
+        assert data.shape == shape and stored.shape == (-(-shape[0] // block[0]), -(-shape[1] // block[1]))
         assert dequantize_blockwise(data, stored, block, torch.bfloat16).shape == shape
 
 
@@ -162,8 +160,7 @@ def test_amax_keeps_nan() -> None:
     x = torch.ones(2, 64)
     x[0, 3] = float("nan")
     amax = blockwise_amax(x, (1, 32))
-    assert torch.isnan(amax[0, 0])
-    assert amax[0, 1] == 1
+    assert torch.isnan(amax[0, 0]) and amax[0, 1] == 1
 
 
 SQUARE, TALL = ((128, 128), "pow2"), ((32, 1), "e8m0")

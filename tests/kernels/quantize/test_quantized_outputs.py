@@ -5,12 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from te_models.kernels.activation import (
-    activation,
-    activation_quantized,
-    gated_activation,
-    gated_activation_quantized,
-)
+from te_models.kernels.activation import activation, activation_quantized, gated_activation, gated_activation_quantized
 from te_models.kernels.norm import layer_norm, layer_norm_quantized, rms_norm, rms_norm_quantized
 from te_models.kernels.permute import permute, permute_quantized, sort_by_expert
 from te_models.kernels.quantize import QuantizedOutput, amax, quantize_blockwise_both, quantize_per_tensor
@@ -72,8 +67,7 @@ def test_the_compiler_sees_the_definition() -> None:
         return rms_norm_quantized(x, weight, 1e-5, BLOCKS) + activation_quantized(x, "silu", ONE_SCALE, scale)
 
     x, weight, scale = torch.randn(4, 64).bfloat16(), torch.ones(64), torch.tensor(2.0)
-    got = torch.compile(run, fullgraph=True, backend=backend)(x, weight, scale)
-    check(got, run(x, weight, scale))
+    check(torch.compile(run, fullgraph=True, backend=backend)(x, weight, scale), run(x, weight, scale))
     assert seen and not [name for name in seen if "te_models" in name]
 
 

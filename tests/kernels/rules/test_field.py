@@ -41,8 +41,7 @@ def _convolve(x: Tensor, weight: Tensor, bias: Tensor | None, *, seq_idx: Tensor
     for back in range(weight.shape[1]):
         earlier = F.pad(x, (back, 0))[..., : x.shape[2]]
         if seq_idx is not None:
-            same = F.pad(seq_idx, (back, 0), value=-1)[:, : x.shape[2]] == seq_idx
-            earlier = earlier * same[:, None]
+            earlier = earlier * (F.pad(seq_idx, (back, 0), value=-1)[:, : x.shape[2]] == seq_idx)[:, None]
         taps = taps + earlier * weight[:, -1 - back, None]
     return F.silu(taps if bias is None else taps + bias[:, None])
 

@@ -131,9 +131,8 @@ EPS = {torch.float64: 2.0**-53, torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8
 def close(found: Sequence[Tensor], wanted: Sequence[Tensor], dtype: torch.dtype, tokens: int) -> None:
     """Compare to what sums in float32 (float64) differ by in another order, and one rounding to the dtype of a result.
 
-    A sum of n products errs by up to about sqrt(n) u of its size; sums are nested twice (system and output), of up to
-    T + K terms, and the solution of the system multiplies errors by its condition, for which 64 stands.
-    """
+    A sum of n products errs by up to about sqrt(n) u of its size; sums are nested twice (system and output), of up to T
+    + K terms, and the solution of the system multiplies errors by its condition, for which 64 stands."""
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     for x, y in zip(found, wanted, strict=True):
         assert x.dtype == y.dtype and x.shape == y.shape
@@ -309,8 +308,7 @@ def test_one_token_is_the_definition(with_state: bool) -> None:
     state = torch.randn(2, 4, 16, 48) if with_state else None
     for decay in (g, g[..., None] * torch.rand(16)):
         found = gated_delta_rule(q, k, v, decay, beta, initial_state=state)
-        wanted = reference.gated_delta_rule(q, k, v, decay, beta, 16**-0.5, state)
-        close(found, wanted, torch.float32, 1)
+        close(found, reference.gated_delta_rule(q, k, v, decay, beta, 16**-0.5, state), torch.float32, 1)
 
 
 @pytest.mark.skipif(not torch.cpu._is_avx2_supported(), reason="the kernel is for x86 CPUs with AVX2")

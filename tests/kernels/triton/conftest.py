@@ -10,8 +10,7 @@ fixture, or call an op that does so lazily: collection must work where triton ha
 
 `device` corrects the interpreter's rounding of narrow casts (interpreter.py). What it does differently from a GPU, and
 kernels must not rely on: tl.max and tl.min skip NaN; `//` and `/` on tensors follow numpy; float32 sums are in numpy's
-order.
-"""
+order."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 Quantization, permutations and rotations are equal to the last bit. A sum may be taken in another order and a product of
 8-bit numbers loses bits in a tensor core: there a result may be off by a part of its own size and of the root mean
-square of the whole result (`Definition.within`).
-"""
+square of the whole result (`Definition.within`)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Inputs and options that the tests of each operation share with the samples of all of them (op_samples).
 
-Nothing here needs pytest: a GPU's first run makes them, too.
-"""
+Nothing here needs pytest: a GPU's first run makes them, too."""
 
 from __future__ import annotations
 
@@ -142,8 +141,7 @@ def router_inputs(tokens, counts, scores, dtype, device):
 
 
 def ranges(splits: list[int]) -> list[tuple[int, int]]:
-    ends = torch.tensor([0, *splits]).cumsum(0).tolist()
-    return list(itertools.pairwise(ends))
+    return list(itertools.pairwise(torch.tensor([0, *splits]).cumsum(0).tolist()))
 
 
 def quantized_rows(x: Tensor, splits: list[int], kind: str, block: tuple[int, int] | None, dim: int) -> ScaledOperand:

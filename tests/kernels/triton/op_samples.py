@@ -1,9 +1,8 @@
 """Arguments to call every registered operation with: each usage, option and dtype that changes what it returns.
 
-What recipes ask for is derived from them (quantizer_samples); test_registered_ops says what else must occur.
-Made of the inputs of each operation's own tests. Sizes are distinct, ragged and above 1, so that a result with two
-sizes swapped, or a size taken for a constant, shows.
-"""
+What recipes ask for is derived from them (quantizer_samples); test_registered_ops says what else must occur. Made of
+the inputs of each operation's own tests. Sizes are distinct, ragged and above 1, so that a result with two sizes
+swapped, or a size taken for a constant, shows."""
 
 from __future__ import annotations
 

@@ -65,8 +65,7 @@ def test_nan_scale_of_a_microscaled_block_reaches_its_products(device: torch.dev
     x[3, 40] = float("nan")
     left, right = quantized(x, "e8m0", (1, 32)), quantized(normal(16, 64, seed=10, device=device), "e8m0", (1, 32))
     y = multiply(left, right, torch.empty(16, 16, device=device))
-    assert y[3].isnan().all()
-    assert not y[[0, 1, 2, *range(4, 16)]].isnan().any()
+    assert y[3].isnan().all() and not y[[0, 1, 2, *range(4, 16)]].isnan().any()
 
 
 @pytest.mark.usefixtures("poisoned")
@@ -117,8 +116,7 @@ def test_transposed_copies_of_real_sizes(shape: tuple[int, ...], device: torch.d
     stored = torch.randint(256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0)).to(device)
     assert torch.equal(copy_transposed(stored.mT, torch.empty_like(stored.mT).contiguous()), stored.mT)
     copy = k_contiguous(stored.mT.view(E4M3))
-    assert torch.equal(copy.view(torch.uint8), stored.mT)
-    assert copy.is_contiguous()
+    assert torch.equal(copy.view(torch.uint8), stored.mT) and copy.is_contiguous()
 
 
 @pytest.mark.gpu

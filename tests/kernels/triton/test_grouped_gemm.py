@@ -180,8 +180,7 @@ def test_real_sizes(formats: str, shape: tuple[int, int, int, int], device: torc
         loose = 0.0 if kind == "e8m0" else 2.0**-12
     runs = [kernels.grouped_gemm(a, b, count, torch.empty(total, outer, device=device)) for _ in range(2)]
     wgrads = [kernels.grouped_gemm_wgrad(*columns, count, torch.empty_like(w, dtype=torch.float32)) for _ in range(2)]
-    assert torch.equal(*runs)
-    assert torch.equal(*wgrads)
+    assert torch.equal(*runs) and torch.equal(*wgrads)
     for g, (begin, end) in enumerate(ranges(sizes)):
         if formats == "plain":
             rows, weight, operands = (

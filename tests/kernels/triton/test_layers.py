@@ -1,7 +1,6 @@
 """Layers as on a GPU, where GEMMs take the quantized numbers themselves: against the same layers on the CPU.
 
-Both multiply the same quantized numbers, so results differ by the order of sums and by roundings to bfloat16.
-"""
+Both multiply the same quantized numbers, so results differ by the order of sums and by roundings to bfloat16."""
 
 from __future__ import annotations
 

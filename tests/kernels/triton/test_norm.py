@@ -117,8 +117,7 @@ def check(device, shape, dtype, weight_dtype, option) -> None:
         if like is None:
             assert gradient.numel() == 0
         else:
-            assert gradient.dtype == like.dtype
-            assert ((gradient.double() - right).abs() <= allowed).all()
+            assert gradient.dtype == like.dtype and ((gradient.double() - right).abs() <= allowed).all()
 
 
 def defined(x: Tensor, weight: Tensor | None, bias: Tensor | None, option) -> Tensor:

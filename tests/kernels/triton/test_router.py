@@ -107,8 +107,7 @@ def test_ties_infinities_and_not_a_number(device, counts) -> None:
     rows = [[0.0], [0.0, -0.0], [-inf], [-inf, -inf, 3.0, -inf], [1.0, inf, 2.0, 1.0], [-3e38, -inf], [nan, 1.0], [nan]]
     logits = torch.tensor([(row * counts[0])[: counts[0]] for row in rows], device=device)
     got, expected = run(logits, None, counts, scores), defined(logits, None, counts, scores)
-    assert torch.equal(got[1], expected[1])
-    assert torch.allclose(got[0], expected[0], equal_nan=True)
+    assert torch.equal(got[1], expected[1]) and torch.allclose(got[0], expected[0], equal_nan=True)
 
 
 def test_strides(device) -> None:

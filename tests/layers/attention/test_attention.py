@@ -118,8 +118,7 @@ def test_dropout_is_for_training_only() -> None:
     for options in ({}, {"softcap": 5.0}):
         layer = attention(N, D, attention_dropout=0.5, **options)
         kept = attention(N, D, **options)(*tensors)
-        assert not torch.allclose(layer(*tensors), kept)
-        assert torch.equal(layer.eval()(*tensors), kept)
+        assert not torch.allclose(layer(*tensors), kept) and torch.equal(layer.eval()(*tensors), kept)
 
 
 @pytest.mark.parametrize(
@@ -184,8 +183,7 @@ def test_an_assigned_scale_moves_and_stays_exact() -> None:
     assert (layer(*tensors) - expected).norm() <= 2**-7 * expected.norm()  # the query is rounded once more
     copied = copy.deepcopy(layer)
     copied.softmax_scale = 0.6
-    assert layer.softmax_scale == 0.3
-    assert not torch.equal(copied(*tensors), layer(*tensors))
+    assert layer.softmax_scale == 0.3 and not torch.equal(copied(*tensors), layer(*tensors))
     assert layer.to("meta").to_empty(device="cpu")._assigned_scale == torch.tensor(0.3)
     with pytest.raises(ValueError, match="softmax_scale is 0; allowed: a positive number"):
         layer.softmax_scale = 0

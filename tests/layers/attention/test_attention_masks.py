@@ -120,8 +120,7 @@ def test_sequences_of_several_lengths(kind: str, how: str) -> None:
         close(layer(q, k, v, **cu, max_seqlen_q=6, max_seqlen_kv=7), theirs)
     elif how == "packed":
         rows = [torch.cat([t[b, : n[b]] for b in range(B)]) for t, n in ((q, counts), (k, key_counts), (v, key_counts))]
-        y = layer(*rows, qkv_format="thd", **cu)
-        close(y, torch.cat([theirs[b, : counts[b]] for b in range(B)]))
+        close(layer(*rows, qkv_format="thd", **cu), torch.cat([theirs[b, : counts[b]] for b in range(B)]))
     else:
         cu |= {"cu_seqlens_q_padded": prefix([6] * B), "cu_seqlens_kv_padded": prefix([7] * B)}
         close(layer(*(t.flatten(0, 1) for t in (q, k, v)), qkv_format="thd", **cu), theirs.flatten(0, 1))

@@ -11,14 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+import te_models.layers as te
 from te_models.kernels.packed_attention import sees_own_document
-from te_models.layers import (
-    DotProductAttention,
-    MultiheadAttention,
-    RotaryPositionEmbedding,
-    TransformerLayer,
-    apply_rotary_pos_emb,
-)
 from te_models.layers.attention import ring as ring_module
 from te_models.layers.attention.dot_product_attention import DotProductAttention as InnerAttention
 from te_models.layers.attention.ring import Hidden
@@ -68,7 +62,7 @@ def compare(
 def part_of_attention(name: str, layout: str, way: str) -> None:
     torch.manual_seed(0)
     options = {"qkv_format": layout, **CORES[name]}
-    modules = [DotProductAttention(HEADS, CHANNELS, **options) for _ in range(2)]
+    modules = [te.DotProductAttention(HEADS, CHANNELS, **options) for _ in range(2)]
     lead = (LENGTH, BATCH) if layout == "sbhd" else (BATCH, LENGTH)
     groups = options.get("num_gqa_groups", HEADS)
     inputs = [torch.randn(*lead, heads, CHANNELS) for heads in (HEADS, groups, groups)]
@@ -94,13 +88,7 @@ def test_four_ranks_have_their_parts_of_attention(name: str, layout: str, way: s
 
 
 def definition(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sink: Tensor | None = None,
-    *,
-    documents: Tensor | None,
-    core: InnerAttention,
+    q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None = None, *, documents: Tensor | None, core: InnerAttention
 ) -> Tensor:
     """Causal attention, written down."""
     length, copies = q.shape[1], q.shape[2] // k.shape[2]
@@ -167,8 +155,8 @@ def test_the_ring_of_four_ranks_is_exact(name: str) -> None:
 def test_a_rank_has_its_part_of_multihead_attention() -> None:
     torch.manual_seed(0)
     options = {"num_gqa_groups": GROUPS, "bias": False, "attention_dropout": 0.0}
-    modules = [MultiheadAttention(HEADS * CHANNELS, HEADS, **options) for _ in range(2)]
-    angles = RotaryPositionEmbedding(CHANNELS)(LENGTH)
+    modules = [te.MultiheadAttention(HEADS * CHANNELS, HEADS, **options) for _ in range(2)]
+    angles = te.RotaryPositionEmbedding(CHANNELS)(LENGTH)
     compare(*modules, [torch.randn(LENGTH, BATCH, HEADS * CHANNELS)], dim=0, rotary_pos_emb=angles)
 
 
@@ -176,14 +164,14 @@ def test_a_rank_has_its_part_of_multihead_attention() -> None:
 def test_a_rank_has_its_part_of_a_layer() -> None:
     torch.manual_seed(0)
     options = {"attn_input_format": "bshd", "hidden_dropout": 0.0, "attention_dropout": 0.0}
-    modules = [TransformerLayer(HEADS * CHANNELS, 64, HEADS, **options) for _ in range(2)]
+    modules = [te.TransformerLayer(HEADS * CHANNELS, 64, HEADS, **options) for _ in range(2)]
     compare(*modules, [torch.randn(BATCH, LENGTH, HEADS * CHANNELS)], dim=1)
 
 
 @on_ranks(2)
 def test_what_ranks_cannot_share_is_refused() -> None:
     group = dist.group.WORLD
-    attention = DotProductAttention(HEADS, CHANNELS, qkv_format="bshd", cp_group=group)
+    attention = te.DotProductAttention(HEADS, CHANNELS, qkv_format="bshd", cp_group=group)
     x = torch.zeros(BATCH, LENGTH, HEADS, CHANNELS)
     padding = torch.zeros(BATCH, 1, 1, LENGTH, dtype=torch.bool)
     for options, what in (
@@ -200,14 +188,14 @@ def test_what_ranks_cannot_share_is_refused() -> None:
         with pytest.raises(ValueError, match=r"cp_comm_type is '.*'; allowed: 'all_gather', 'p2p', 'a2a'"):
             attention.set_context_parallel_group(group, None, None, way)
     with pytest.raises(ValueError, match="num_attention_heads is 3; allowed with cp_comm_type 'a2a': a multiple"):
-        DotProductAttention(3, CHANNELS, cp_group=group, cp_comm_type="a2a")
-    dropping = DotProductAttention(HEADS, CHANNELS, attention_dropout=0.1, qkv_format="bshd", cp_group=group)
+        te.DotProductAttention(3, CHANNELS, cp_group=group, cp_comm_type="a2a")
+    dropping = te.DotProductAttention(HEADS, CHANNELS, attention_dropout=0.1, qkv_format="bshd", cp_group=group)
     with pytest.raises(ValueError, match=r"attention_dropout is 0\.1; allowed with cp_comm_type 'p2p': 0, or another"):
         dropping(x, x, x)
     with pytest.raises(ValueError, match="cp_group is given with attention_type 'cross'; allowed: 'self'"):
-        MultiheadAttention(32, HEADS, attention_type="cross").set_context_parallel_group(group)
+        te.MultiheadAttention(32, HEADS, attention_type="cross").set_context_parallel_group(group)
     with pytest.raises(ValueError, match="cp_group is given with layer_type 'decoder'; allowed: 'encoder'"):
-        TransformerLayer(32, 64, HEADS, layer_type="decoder").set_context_parallel_group(group)
+        te.TransformerLayer(32, 64, HEADS, layer_type="decoder").set_context_parallel_group(group)
     attention.set_context_parallel_group(None)
     assert attention(x[:, :3], x[:, :3], x[:, :3]).shape == (BATCH, 3, HEADS * CHANNELS)
 
@@ -215,8 +203,8 @@ def test_what_ranks_cannot_share_is_refused() -> None:
 def test_positions_that_ranks_do_not_share() -> None:
     t, angles = torch.zeros(4, 1, 2, 4), torch.zeros(16, 1, 1, 4)
     with pytest.raises(ValueError, match="cp_rank is 2 and cp_size 2; allowed: a rank from 0 to cp_size - 1"):
-        apply_rotary_pos_emb(t, angles, cp_size=2, cp_rank=2)
+        te.apply_rotary_pos_emb(t, angles, cp_size=2, cp_rank=2)
     with pytest.raises(ValueError, match="cp_size is 2 with start_positions; allowed: 1"):
-        apply_rotary_pos_emb(t, angles, start_positions=torch.zeros(1, dtype=torch.int64), cp_size=2)
+        te.apply_rotary_pos_emb(t, angles, start_positions=torch.zeros(1, dtype=torch.int64), cp_size=2)
     with pytest.raises(ValueError, match="freqs has 7 positions; allowed: at least 8"):
-        apply_rotary_pos_emb(t, angles[:7], cp_size=2)
+        te.apply_rotary_pos_emb(t, angles[:7], cp_size=2)

@@ -40,8 +40,7 @@ def inputs(queries: int, keys: int) -> tuple[Tensor, Tensor, Tensor]:
 
 def documents(keys: int) -> Tensor:
     """Of many lengths, a few tokens of padding between them and at the end."""
-    generator = torch.Generator().manual_seed(2)
-    numbers = (torch.rand(B, keys, generator=generator) < 0.02).long().cumsum(1)
+    numbers = (torch.rand(B, keys, generator=torch.Generator().manual_seed(2)) < 0.02).long().cumsum(1)
     numbers[0, 40:] += 1
     numbers[:, -5:] = -1
     numbers[0, 30:40] = -1
@@ -49,8 +48,7 @@ def documents(keys: int) -> Tensor:
 
 
 def with_gradients(y: Tensor, tensors: tuple[Tensor, ...]) -> list[Tensor]:
-    weight = torch.linspace(0, 1, y.numel()).view_as(y)
-    return [y, *torch.autograd.grad((y * weight).sum(), tensors)]
+    return [y, *torch.autograd.grad((y * torch.linspace(0, 1, y.numel()).view_as(y)).sum(), tensors)]
 
 
 def close(found: list[Tensor], expected: list[Tensor]) -> None:

@@ -17,23 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from te_models.layers import (
-    CustomRecipe,
-    FusedAdamW,
-    GroupedLinear,
-    GroupedTensor,
-    Linear,
-    MXFP8Quantizer,
-    QuantizedTensor,
-    Quantizer,
-    QuantizerRole,
-    autocast,
-    cache_weights,
-    microbatch,
-    quantized_model_init,
-    recipe,
-    share_scales,
-)
+import te_models.layers as te
 from te_models.layers.quantizer.schema import cut_multiple
 from te_models.layers.tensor.fsdp import shards_of_blocks
 from tests.build import weight_quantizers
@@ -47,10 +31,10 @@ FORMATS = weight_quantizers()
 KINDS = [(name, grouped) for name in FORMATS for grouped in (False, True)]
 
 
-def build(quantizer: Quantizer, grouped: bool, seed: int = 0) -> nn.Module:
+def build(quantizer: te.Quantizer, grouped: bool, seed: int = 0) -> nn.Module:
     """A layer with a quantized primary weight, the same in every process."""
     torch.manual_seed(seed)
-    module = GroupedLinear(EXPERTS, IN, OUT, bias=False) if grouped else Linear(IN, OUT, bias=False)
+    module = te.GroupedLinear(EXPERTS, IN, OUT, bias=False) if grouped else te.Linear(IN, OUT, bias=False)
     value = torch.randn(module.weight.shape) / 8
     module.weight = nn.Parameter(quantizer.quantize_grouped(value) if grouped else quantizer.quantize(value))
     return module
@@ -58,14 +42,14 @@ def build(quantizer: Quantizer, grouped: bool, seed: int = 0) -> nn.Module:
 
 def run(module: nn.Module, x: Tensor) -> Tensor:
     """Apply the layer; the experts take equal shares of the tokens, interleaved so that each rank has them all."""
-    if not isinstance(module, GroupedLinear):
+    if not isinstance(module, te.GroupedLinear):
         return module(x)
     rows = x.view(-1, EXPERTS, IN).transpose(0, 1).reshape(-1, IN)
     y = module(rows, torch.full((EXPERTS,), len(x) // EXPERTS))
     return y.view(EXPERTS, -1, OUT).transpose(0, 1).reshape(-1, OUT)
 
 
-def gathered(module: nn.Module) -> QuantizedTensor:
+def gathered(module: nn.Module) -> te.QuantizedTensor:
     """The weight as FSDP2 gathers it for a forward pass, copied."""
     assert isinstance(module, FSDPModule)
     module.unshard()
@@ -81,13 +65,12 @@ def test_shards_are_gathered_bit_for_bit(name: str, grouped: bool) -> None:
     whole, module = (build(FORMATS[name], grouped) for _ in range(2))
     sharded = fully_shard(module, mesh=mesh())
     local = sharded.weight._local_tensor
-    assert isinstance(sharded.weight, DTensor) and isinstance(local, QuantizedTensor)
-    assert isinstance(local, GroupedTensor) == grouped and local.shape[0] == whole.weight.shape[0] // RANKS
+    assert isinstance(sharded.weight, DTensor) and isinstance(local, te.QuantizedTensor)
+    assert isinstance(local, te.GroupedTensor) == grouped and local.shape[0] == whole.weight.shape[0] // RANKS
     for _ in range(2):  # the second gather refills the buffers of the first
         weight = gathered(sharded)
         assert type(weight) is type(whole.weight) and weight.shape == whole.weight.shape
-        assert weight.quantizer == whole.weight.quantizer
-        assert same_bits(weight, whole.weight)
+        assert weight.quantizer == whole.weight.quantizer and same_bits(weight, whole.weight)
     assert torch.equal(weight.dequantize(), whole.weight.dequantize())
 
 
@@ -102,7 +85,7 @@ def test_a_step_equals_that_of_one_process(name: str, grouped: bool) -> None:
     x, target = torch.randn(TOKENS, IN), torch.randn(TOKENS, OUT)
     w = whole.weight.detach().dequantize(torch.float64)
 
-    optimizers = [FusedAdamW(m.parameters(), lr=LR, eps=EPS) for m in (whole, module)]
+    optimizers = [te.FusedAdamW(m.parameters(), lr=LR, eps=EPS) for m in (whole, module)]
     (run(whole, x) - target).square().mean().backward()
     (run(module, own_part(x)) - own_part(target)).square().mean().backward()
     assert type(whole.weight.grad) is Tensor
@@ -115,8 +98,7 @@ def test_a_step_equals_that_of_one_process(name: str, grouped: bool) -> None:
     y = tokens @ w.mT
     y_error = 2 * (IN + 2) * U * (magnitude @ w.mT.abs())
     dy, dy_error = 2 * (y - goal).abs() / size, 2 * y_error / size
-    terms = tokens.shape[-2]
-    bound = 2 * (terms + 4) * U * (dy.mT @ magnitude) + dy_error.mT @ magnitude * (1 + 1e-3)
+    bound = 2 * (tokens.shape[-2] + 4) * U * (dy.mT @ magnitude) + dy_error.mT @ magnitude * (1 + 1e-3)
     error = (gradient - whole.weight.grad).double().abs()
     assert (error <= bound).all(), f"gradient: {(error / bound).max():.3g} of the bound"
 
@@ -139,13 +121,13 @@ def test_a_step_equals_that_of_one_process(name: str, grouped: bool) -> None:
 def test_a_recipe_uses_the_gathered_numbers(name: str, grouped: bool) -> None:
     """Under the recipe, each rank's tokens being whole blocks and the loss linear, operands are the same on one process
     and on two (but for the power of two that the mean divides by), so that gradients differ by their summation only."""
-    quantizer = recipe(name).weight_quantizer()
+    quantizer = te.recipe(name).weight_quantizer()
     whole, module = (build(quantizer, grouped) for _ in range(2))
     fully_shard(module, mesh=mesh())
     torch.manual_seed(2)
     tokens = TOKENS * EXPERTS if grouped else TOKENS
     x, slope = torch.randn(tokens, IN), torch.randn(tokens, OUT)
-    with autocast(recipe=recipe(name)):
+    with te.autocast(recipe=te.recipe(name)):
         y = run(whole, x)
         half = run(module, own_part(x))
         (y * slope).mean().backward()
@@ -169,11 +151,10 @@ def test_a_recipe_uses_the_gathered_numbers(name: str, grouped: bool) -> None:
 def test_torch_adamw_steps_on_shards(name: str, grouped: bool) -> None:
     whole, module = (build(FORMATS[name], grouped) for _ in range(2))
     fully_shard(module, mesh=mesh())
-    share_scales(module)
+    te.share_scales(module)
     before = gathered(module)
     torch.manual_seed(3)
-    x = torch.randn(TOKENS, IN)
-    run(module, own_part(x)).square().mean().backward()
+    run(module, own_part(torch.randn(TOKENS, IN))).square().mean().backward()
     whole.weight.grad = module.weight.grad.full_tensor()
     for m in (module, whole):
         torch.optim.AdamW(m.parameters(), lr=0.05, foreach=False).step()
@@ -188,7 +169,7 @@ def test_torch_adamw_steps_on_shards(name: str, grouped: bool) -> None:
 def test_values_written_into_shards_share_the_scale(name: str, grouped: bool) -> None:
     module, other = build(FORMATS[name], grouped), build(FORMATS[name], grouped, seed=9)
     fully_shard(module, mesh=mesh())
-    share_scales(module)
+    te.share_scales(module)
     value = other.weight.detach().dequantize()
     value[0] *= 30  # what is largest is in one shard
     with torch.no_grad():
@@ -211,9 +192,9 @@ def test_shards_with_different_scales_are_refused(name: str) -> None:
 @pytest.mark.parametrize(("name", "grouped"), KINDS)
 def test_state_dicts_load_shard_by_shard(name: str, grouped: bool) -> None:
     source, target = (fully_shard(build(FORMATS[name], grouped, seed), mesh=mesh()) for seed in (4, 5))
-    share_scales(target)
+    te.share_scales(target)
     state = source.state_dict()
-    assert isinstance(state["weight"], DTensor) and isinstance(state["weight"]._local_tensor, QuantizedTensor)
+    assert isinstance(state["weight"], DTensor) and isinstance(state["weight"]._local_tensor, te.QuantizedTensor)
     local = target.weight._local_tensor
     places = [field.data_ptr() for field in local.fields.values()]
     target.load_state_dict(state)
@@ -245,21 +226,21 @@ def test_mixed_precision_changes_no_stored_number(name: str, grouped: bool) -> N
 def test_masters_of_shards_start_from_the_preserved_values(name: str, when: str) -> None:
     """Each rank's master is its rows of the value before quantization; a value written into shards wins over it."""
     torch.manual_seed(6)
-    with quantized_model_init(recipe=recipe(name), preserve_high_precision_init_val=True):
-        modules = [Linear(IN, OUT, bias=False), GroupedLinear(EXPERTS, IN, OUT, bias=False)]
+    with te.quantized_model_init(recipe=te.recipe(name), preserve_high_precision_init_val=True):
+        modules = [te.Linear(IN, OUT, bias=False), te.GroupedLinear(EXPERTS, IN, OUT, bias=False)]
     for module in modules:
         value = module.weight.get_high_precision_init_val().clone()
         fully_shard(module, mesh=mesh())
         if when == "first forward pass":
             run(module, own_part(torch.randn(TOKENS, IN))).square().mean().backward()
         else:
-            share_scales(module)
+            te.share_scales(module)
         if when == "after a write":
             value = value.flip(0)
             with torch.no_grad():
                 module.weight._local_tensor.copy_(own_part(value))
             value = gathered(module).dequantize(torch.float32)
-        optimizer = FusedAdamW(module.parameters())
+        optimizer = te.FusedAdamW(module.parameters())
         optimizer.init_state()
         assert torch.equal(optimizer.state[module.weight]["master"]._local_tensor, own_part(value))
         assert module.weight.get_high_precision_init_val() is None
@@ -313,7 +294,7 @@ def test_a_shard_in_main_memory_learns_its_group() -> None:
 def test_a_shard_that_knows_its_group_can_be_copied() -> None:
     """With all that it holds, as an asynchronous checkpoint copies it."""
     module = fully_shard(build(FORMATS["nvfp4"], False), mesh=mesh())
-    share_scales(module)
+    te.share_scales(module)
     shard = module.weight._local_tensor
     copied = copy.deepcopy(shard)
     assert same_bits(copied, shard) and copied.amax_group == mesh().get_group().group_name
@@ -322,7 +303,7 @@ def test_a_shard_that_knows_its_group_can_be_copied() -> None:
 @on_ranks(2)
 def test_weight_gradients_that_come_later_are_refused() -> None:
     """They would be those of a tensor that nobody looks at any more."""
-    module = fully_shard(Linear(IN, OUT, bias=False, delay_wgrad_compute=True), mesh=mesh())
+    module = fully_shard(te.Linear(IN, OUT, bias=False, delay_wgrad_compute=True), mesh=mesh())
     module(torch.randn(8, IN)).sum().backward()
     refused(module.backward_dw, "allowed: layers built without delay_wgrad_compute", error=RuntimeError)
 
@@ -335,11 +316,11 @@ def test_weights_are_kept_for_micro_batches() -> None:
     x = torch.randn(TOKENS, IN, generator=torch.Generator().manual_seed(8))
     for layer in (whole, module):
         for first in (True, False):
-            with autocast(recipe=recipe("mxfp8")), microbatch(first=first):
+            with te.autocast(recipe=te.recipe("mxfp8")), te.microbatch(first=first):
                 layer(x).square().mean().backward()
     torch.testing.assert_close(module.weight.grad.full_tensor(), whole.weight.grad, rtol=1e-6, atol=0)
-    with autocast(recipe=recipe("mxfp8")):
-        refused(lambda: cache_weights(module), "are sharded by FSDP2 here", "microbatch(first=True)")
+    with te.autocast(recipe=te.recipe("mxfp8")):
+        refused(lambda: te.cache_weights(module), "are sharded by FSDP2 here", "microbatch(first=True)")
 
 
 @on_ranks(2)
@@ -347,12 +328,12 @@ def test_recipes_know_the_class_of_a_sharded_layer() -> None:
     """And not the one that `fully_shard` makes of it."""
     seen: set[str] = set()
 
-    def factory(role: QuantizerRole) -> Quantizer:
+    def factory(role: te.QuantizerRole) -> te.Quantizer:
         seen.add(role.module)
-        return MXFP8Quantizer()
+        return te.MXFP8Quantizer()
 
     module = fully_shard(build_plain(), mesh=mesh())
-    with autocast(recipe=CustomRecipe(qfactory=factory)):
+    with te.autocast(recipe=te.CustomRecipe(qfactory=factory)):
         module(torch.randn(TOKENS, IN))
     assert "Linear" in seen and "FSDPLinear" not in seen, seen
 
@@ -385,13 +366,13 @@ class Runs(nn.Module):
 def build_plain() -> nn.Module:
     """A layer with a plain weight, the same in every process."""
     torch.manual_seed(0)
-    return Linear(IN, OUT, bias=False)
+    return te.Linear(IN, OUT, bias=False)
 
 
 @on_ranks(2)
 def test_cuts_through_blocks_are_refused() -> None:
     for name, rows in (("float8_block", 128), ("mxfp8", 32), ("nvfp4", 16)):
-        module = Linear(128, rows, bias=False)
+        module = te.Linear(128, rows, bias=False)
         module.weight = nn.Parameter(FORMATS[name].quantize(torch.randn(rows, 128)))
         refused(lambda module=module: fully_shard(module, mesh=mesh()), "its blocks span")
 
@@ -399,7 +380,7 @@ def test_cuts_through_blocks_are_refused() -> None:
 @on_ranks(2)
 def test_unequal_shards_are_refused() -> None:
     for experts in (3, 1):
-        module = GroupedLinear(experts, 32, 32, bias=False)
+        module = te.GroupedLinear(experts, 32, 32, bias=False)
         module.weight = nn.Parameter(FORMATS["mxfp8"].quantize_grouped(torch.randn(experts, 32, 32)))
         refused(lambda module=module: gathered(fully_shard(module, mesh=mesh())), "must be a multiple of 2")
 
@@ -409,7 +390,7 @@ def test_unequal_shards_are_refused() -> None:
 @pytest.mark.parametrize("grouped", [False, True])
 def test_functions_of_torch_on_unequal_shards_are_refused(grouped: bool) -> None:
     """They suppose 20 and 20 rows where there are 32 and 8: a checkpoint would hold others under their names."""
-    module = GroupedLinear(3, IN, 32, bias=False) if grouped else Linear(IN, 40, bias=False)
+    module = te.GroupedLinear(3, IN, 32, bias=False) if grouped else te.Linear(IN, 40, bias=False)
     value, quantizer = torch.randn(module.weight.shape), FORMATS["mxfp8"]
     module.weight = nn.Parameter(quantizer.quantize_grouped(value) if grouped else quantizer.quantize(value))
     with shards_of_blocks(module):
@@ -435,17 +416,19 @@ def test_any_number_of_rows_is_shared(name: str, grouped: bool) -> None:
         torch.manual_seed(0)
         shape = (rows, 32, IN) if grouped else (rows, IN)
         value = torch.randn(shape) / 8
-        modules = [GroupedLinear(rows, IN, 32, bias=False) if grouped else Linear(IN, rows, bias=False) for _ in "ab"]
+        modules = [
+            te.GroupedLinear(rows, IN, 32, bias=False) if grouped else te.Linear(IN, rows, bias=False) for _ in "ab"
+        ]
         for module in modules:
             module.weight = nn.Parameter(quantizer.quantize_grouped(value) if grouped else quantizer.quantize(value))
         whole, module = modules
         with shards_of_blocks(module):
             fully_shard(module, mesh=mesh())
-        share_scales(module)
+        te.share_scales(module)
         each = -(-rows // (RANKS * block)) * block
         own = module.weight._local_tensor.shape[0]
         assert own == min(each, max(0, rows - dist.get_rank() * each)), (rows, own)
-        optimizers = [FusedAdamW(m.parameters(), lr=LR) for m in modules]
+        optimizers = [te.FusedAdamW(m.parameters(), lr=LR) for m in modules]
         x = torch.randn(8 * rows if grouped else 8, IN)  # the same on both ranks
         splits = (torch.full((rows,), 8),) if grouped else ()
         for _ in range(2):

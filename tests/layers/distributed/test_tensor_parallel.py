@@ -11,19 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+import te_models.layers as te
 from te_models import GPTModel
-from te_models.layers import (
-    GroupedLinear,
-    LayerNormLinear,
-    LayerNormMLP,
-    Linear,
-    TransformerLayer,
-    autocast,
-    ops,
-    parallel_cross_entropy,
-    quantized_model_init,
-    recipe,
-)
 from te_models.layers.collectives import all_gather, reduce_scatter
 from te_models.layers.distributed.tensor_parallel import rank_part
 from tests.build import tiny, tiny_moe
@@ -39,9 +28,9 @@ class Attentionish(nn.Module):
     def __init__(self, normed: bool, **split: object) -> None:
         super().__init__()
         column = split and {"parallel_mode": "column"}
-        kind = LayerNormLinear if normed else Linear
+        kind = te.LayerNormLinear if normed else te.Linear
         self.first = kind(HIDDEN, FFN, **split, **column)
-        self.second = Linear(FFN, HIDDEN, **split, **(split and {"parallel_mode": "row"}))
+        self.second = te.Linear(FFN, HIDDEN, **split, **(split and {"parallel_mode": "row"}))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.second(torch.tanh(self.first(x)))
@@ -52,7 +41,7 @@ class OneSequence(nn.Module):
 
     def __init__(self, **split: object) -> None:
         super().__init__()
-        self.layer = TransformerLayer(
+        self.layer = te.TransformerLayer(
             HIDDEN,
             FFN,
             4,
@@ -71,8 +60,8 @@ class OneSequence(nn.Module):
 KINDS: dict[str, Callable[..., nn.Module]] = {
     "pair": lambda **split: Attentionish(False, **split),
     "normed_pair": lambda **split: Attentionish(True, **split),
-    "mlp": lambda **split: LayerNormMLP(HIDDEN, FFN, **split, **(split and {"set_parallel_mode": True})),
-    "gated_mlp": lambda **split: LayerNormMLP(
+    "mlp": lambda **split: te.LayerNormMLP(HIDDEN, FFN, **split, **(split and {"set_parallel_mode": True})),
+    "gated_mlp": lambda **split: te.LayerNormMLP(
         HIDDEN, FFN, normalization="RMSNorm", activation="swiglu", **split, **(split and {"set_parallel_mode": True})
     ),
     "transformer_layer": OneSequence,
@@ -125,15 +114,15 @@ def test_split_layers_are_the_whole_ones(kind: str, sequence_parallel: bool, nam
     inputs = x.clone().requires_grad_(), mine(x).clone().requires_grad_()
     # scaling by blocks of 32 is that of the parts; one scale per tensor is not, and differs by a step of E4M3 or E5M2
     bound = {None: 2e-6, "mxfp8": 2e-2}.get(name, 0.3)
-    options = {"enabled": name is not None} | ({} if name is None else {"recipe": recipe(name)})
+    options = {"enabled": name is not None} | ({} if name is None else {"recipe": te.recipe(name)})
     if name == "delayed":
         options["amax_reduction_group"] = group
     for _ in range(2):
         for parameter in (*whole.parameters(), *split.parameters(), *inputs):
             parameter.grad = None
-        with autocast(**options):
+        with te.autocast(**options):
             y = whole(inputs[0])
-        with autocast(**options):
+        with te.autocast(**options):
             z = split(inputs[1])
         y.backward(dy)
         z.backward(mine(dy))
@@ -158,10 +147,13 @@ def test_grouped_members_are_split(grouped: bool, grouped_bias: bool) -> None:
     rank, group = dist.get_rank(), dist.new_group([0, 1])
     layout = {"single_grouped_weight": grouped, "single_grouped_bias": grouped_bias}
     torch.manual_seed(1)
-    whole = [GroupedLinear(EXPERTS, HIDDEN, FFN, True, **layout), GroupedLinear(EXPERTS, FFN, HIDDEN, True, **layout)]
+    whole = [
+        te.GroupedLinear(EXPERTS, HIDDEN, FFN, True, **layout),
+        te.GroupedLinear(EXPERTS, FFN, HIDDEN, True, **layout),
+    ]
     torch.manual_seed(1)
-    column = GroupedLinear(EXPERTS, HIDDEN, FFN, True, tp_group=group, parallel_mode="column", **layout)
-    row = GroupedLinear(EXPERTS, FFN, HIDDEN, True, tp_group=group, parallel_mode="row", **layout)
+    column = te.GroupedLinear(EXPERTS, HIDDEN, FFN, True, tp_group=group, parallel_mode="column", **layout)
+    row = te.GroupedLinear(EXPERTS, FFN, HIDDEN, True, tp_group=group, parallel_mode="row", **layout)
     weight_dims = {True: (1, 2), False: (0, 1)}[grouped]
     bias_dims = {True: (1, None), False: (0, None)}[grouped_bias]
     for layer, part, *dims in zip(whole, (column, row), weight_dims, bias_dims, strict=True):
@@ -188,15 +180,15 @@ def test_grouped_members_are_split(grouped: bool, grouped_bias: bool) -> None:
 @on_ranks(2)
 def test_a_row_of_a_pipeline_has_no_bias() -> None:
     """A fusible operation ends where the sum over ranks begins."""
-    layer = ops.GroupedLinear(EXPERTS, FFN, HIDDEN, True, tp_size=RANKS, parallel_mode="row")
+    layer = te.ops.GroupedLinear(EXPERTS, FFN, HIDDEN, True, tp_size=RANKS, parallel_mode="row")
     with pytest.raises(ValueError, match=r"a row-parallel ops\.GroupedLinear has no bias"):
-        ops.Sequential(layer)(torch.randn(ROWS, FFN // RANKS), torch.tensor([30, 0, 34]))
+        te.ops.Sequential(layer)(torch.randn(ROWS, FFN // RANKS), torch.tensor([30, 0, 34]))
 
 
 @on_ranks(2)
 def test_quantized_weights_are_marked() -> None:
-    with quantized_model_init(recipe=recipe("mxfp8")):
-        layer = Linear(HIDDEN, FFN, tp_size=RANKS, parallel_mode="column")
+    with te.quantized_model_init(recipe=te.recipe("mxfp8")):
+        layer = te.Linear(HIDDEN, FFN, tp_size=RANKS, parallel_mode="column")
     assert layer.weight.shape == (FFN // RANKS, HIDDEN) and layer.weight.partition_dim == 0
     assert layer.tp_group is dist.group.WORLD
 
@@ -206,7 +198,7 @@ def test_a_group_of_other_ranks_is_refused() -> None:
     group = dist.new_group([0])
     builders = {
         "tp_group": (
-            lambda: Linear(HIDDEN, FFN, tp_group=group, parallel_mode="column"),
+            lambda: te.Linear(HIDDEN, FFN, tp_group=group, parallel_mode="column"),
             lambda: GPTModel(tiny(), tp_group=group),
         ),
         "ep_group": (lambda: GPTModel(tiny_moe(), ep_group=group),),
@@ -233,11 +225,11 @@ def test_a_vocabulary_is_split(smoothing: float, dtype: torch.dtype, compiled: b
     logits, target = (8 * torch.randn(6, 3, words)).to(dtype), torch.randint(words, (6, 3))
     target[0, 1] = target[4] = -1
     whole, mine = logits.clone().requires_grad_(), logits.chunk(RANKS, -1)[rank].clone().requires_grad_()
-    expected = parallel_cross_entropy(whole, target, smoothing, ignore_idx=-1)
+    expected = te.parallel_cross_entropy(whole, target, smoothing, ignore_idx=-1)
     (expected * weights).sum().backward()
 
     def run(mine: Tensor, target: Tensor, reduce: bool) -> Tensor:
-        return parallel_cross_entropy(mine, target, smoothing, reduce, group, -1)
+        return te.parallel_cross_entropy(mine, target, smoothing, reduce, group, -1)
 
     split = torch.compile(run, fullgraph=True, backend="aot_eager") if compiled else run
     loss = split(mine, target, False)
@@ -245,9 +237,8 @@ def test_a_vocabulary_is_split(smoothing: float, dtype: torch.dtype, compiled: b
     close(loss, expected, 4e-6)
     close(mine.grad, whole.grad.chunk(RANKS, -1)[rank], {torch.float32: 4e-6, torch.bfloat16: 2.0**-7}[dtype])
     mean = split(mine, target, True)
-    close(mean, parallel_cross_entropy(whole, target, smoothing, True, None, -1), 4e-6)
-    gathered = all_gather(loss.detach(), group).chunk(RANKS)
-    assert torch.equal(*gathered)
+    close(mean, te.parallel_cross_entropy(whole, target, smoothing, True, None, -1), 4e-6)
+    assert torch.equal(*all_gather(loss.detach(), group).chunk(RANKS))
 
 
 @on_ranks(2)
@@ -261,16 +252,16 @@ def test_torch_has_nothing_to_warn_of() -> None:
 
 def test_what_cannot_be_split_is_refused() -> None:
     with pytest.raises(ValueError, match="parallel_mode is 'both'; allowed: None, 'column', 'row'"):
-        Linear(4, 4, parallel_mode="both")
+        te.Linear(4, 4, parallel_mode="both")
     with pytest.raises(ValueError, match="parallel_mode is 'row'; allowed: None, 'column'"):
-        LayerNormLinear(4, 4, parallel_mode="row")
+        te.LayerNormLinear(4, 4, parallel_mode="row")
     with pytest.raises(ValueError, match="init_process_group"):
-        Linear(4, 4, tp_size=2, parallel_mode="column")
+        te.Linear(4, 4, tp_size=2, parallel_mode="column")
 
 
 def test_one_rank_is_not_split() -> None:
     """The arguments may stay in place when there is one rank."""
-    layer = GroupedLinear(2, 4, 6, bias=True, parallel_mode="column", tp_size=1)
+    layer = te.GroupedLinear(2, 4, 6, bias=True, parallel_mode="column", tp_size=1)
     assert layer.weight.shape == (2, 6, 4) and layer.tp_group is None
 
 
@@ -282,17 +273,17 @@ def test_parameters_say_how_they_are_split_on_one_rank_too() -> None:
         return tuple(getattr(parameter, name, None) for name in names)
 
     nothing = (None, None, None)
-    column, row = (Linear(4, 6, parallel_mode=mode, tp_size=1) for mode in ("column", "row"))
+    column, row = (te.Linear(4, 6, parallel_mode=mode, tp_size=1) for mode in ("column", "row"))
     assert (marks(column.weight), marks(column.bias)) == ((True, 0, 1), (True, 0, 1))
     assert (marks(row.weight), marks(row.bias)) == ((True, 1, 1), nothing)
-    assert marks(Linear(4, 6).weight) == nothing
-    normed = LayerNormLinear(4, 6, parallel_mode="column")
+    assert marks(te.Linear(4, 6).weight) == nothing
+    normed = te.LayerNormLinear(4, 6, parallel_mode="column")
     assert marks(normed.weight) == (True, 0, 1) and marks(normed.layer_norm_weight) == nothing
-    grouped = GroupedLinear(2, 4, 6, bias=True, parallel_mode="row")
-    apart = GroupedLinear(2, 4, 6, bias=True, parallel_mode="row", single_grouped_weight=False)
+    grouped = te.GroupedLinear(2, 4, 6, bias=True, parallel_mode="row")
+    apart = te.GroupedLinear(2, 4, 6, bias=True, parallel_mode="row", single_grouped_weight=False)
     assert (marks(grouped.weight), marks(grouped.bias), marks(apart.weight1)) == ((True, 2, 1), nothing, (True, 1, 1))
-    mlp = LayerNormMLP(4, 8, activation="swiglu", set_parallel_mode=True)
+    mlp = te.LayerNormMLP(4, 8, activation="swiglu", set_parallel_mode=True)
     assert (marks(mlp.fc1_weight), marks(mlp.fc1_bias)) == ((True, 0, 2), (True, 0, 2))
     assert (marks(mlp.fc2_weight), marks(mlp.fc2_bias)) == ((True, 1, 1), nothing)
-    with quantized_model_init(recipe=recipe("mxfp8")):
-        assert marks(Linear(32, 32, parallel_mode="column").weight) == (True, 0, 1)
+    with te.quantized_model_init(recipe=te.recipe("mxfp8")):
+        assert marks(te.Linear(32, 32, parallel_mode="column").weight) == (True, 0, 1)

@@ -9,23 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from te_models.layers import (
-    CustomRecipe,
-    DelayedScaling,
-    Float8BlockScaling,
-    Float8CurrentScaling,
-    Format,
-    GroupedLinear,
-    HybridQuantizer,
-    IdentityQuantizer,
-    Linear,
-    MXFP8BlockScaling,
-    MXFP8Quantizer,
-    NVFP4BlockScaling,
-    QuantizerRole,
-    Recipe,
-    autocast,
-)
+import te_models.layers as te
 from te_models.layers.quantizer import Quantizer
 from tests.layers import emulation as em
 from tests.layers import emulation_nvfp4 as em4
@@ -106,11 +90,11 @@ def custom(role: str, usage: str, x: np.ndarray, overflow: float, among: Among) 
     return em.quantize(x, (128, 1), em.E4M3, "pow2", overflow).values
 
 
-def _only_fprop(role: QuantizerRole) -> Quantizer:
+def _only_fprop(role: te.QuantizerRole) -> Quantizer:
     if role.tensor_type == "grad_output":
-        return IdentityQuantizer()
-    return HybridQuantizer(
-        rowwise_quantizer=MXFP8Quantizer(two_dimensional=True), columnwise_quantizer=IdentityQuantizer()
+        return te.IdentityQuantizer()
+    return te.HybridQuantizer(
+        rowwise_quantizer=te.MXFP8Quantizer(two_dimensional=True), columnwise_quantizer=te.IdentityQuantizer()
     )
 
 
@@ -119,36 +103,36 @@ def only_fprop(role: str, usage: str, x: np.ndarray, overflow: float, among: Amo
     return em.quantize(x, (32, 32), em.E4M3, "e8m0").values if quantized else x.astype(np.float64)
 
 
-RECIPES: dict[str, tuple[Recipe, Operands]] = {
-    "delayed": (DelayedScaling(), delayed),
-    "current": (Float8CurrentScaling(), per_tensor()),
+RECIPES: dict[str, tuple[te.Recipe, Operands]] = {
+    "delayed": (te.DelayedScaling(), delayed),
+    "current": (te.Float8CurrentScaling(), per_tensor()),
     "current pow2": (
-        Float8CurrentScaling(fp8_format=Format.E4M3, use_power_2_scales=True, amax_epsilon=0.01),
+        te.Float8CurrentScaling(fp8_format=te.Format.E4M3, use_power_2_scales=True, amax_epsilon=0.01),
         per_tensor(em.E4M3, pow2=True, epsilon=0.01),
     ),
-    "block": (Float8BlockScaling(), blocks(128, "pow2", "w")),
-    "block float32": (Float8BlockScaling(use_f32_scales=True), blocks(128, "float32", "w")),
-    "block 1-D w": (Float8BlockScaling(w_block_scaling_dim=1), blocks(128, "pow2", "none")),
+    "block": (te.Float8BlockScaling(), blocks(128, "pow2", "w")),
+    "block float32": (te.Float8BlockScaling(use_f32_scales=True), blocks(128, "float32", "w")),
+    "block 1-D w": (te.Float8BlockScaling(w_block_scaling_dim=1), blocks(128, "pow2", "none")),
     "block 2-D x": (
-        Float8BlockScaling(x_block_scaling_dim=2, w_block_scaling_dim=1, fp8_format=Format.HYBRID),
+        te.Float8BlockScaling(x_block_scaling_dim=2, w_block_scaling_dim=1, fp8_format=te.Format.HYBRID),
         blocks(128, "pow2", "x", em.E5M2),
     ),
     "block 2-D dy float32": (
-        Float8BlockScaling(grad_block_scaling_dim=2, w_block_scaling_dim=1, use_f32_scales=True, amax_epsilon=1e-3),
+        te.Float8BlockScaling(grad_block_scaling_dim=2, w_block_scaling_dim=1, use_f32_scales=True, amax_epsilon=1e-3),
         blocks(128, "float32", "dy", epsilon=1e-3),
     ),
-    "mxfp8": (MXFP8BlockScaling(fp8_format=Format.HYBRID), blocks(32, "e8m0", "none", em.E5M2)),
-    "mxfp8 2-D": (MXFP8BlockScaling(enable_2d_quantization=True), blocks(32, "e8m0", "w")),
-    "nvfp4": (NVFP4BlockScaling(), nvfp4()),
-    "nvfp4 no transform": (NVFP4BlockScaling(disable_rht=True), nvfp4(rotated=False)),
-    "nvfp4 to nearest": (NVFP4BlockScaling(disable_stochastic_rounding=True), nvfp4(stochastic=False)),
-    "nvfp4 1-D w": (NVFP4BlockScaling(disable_2d_quantization=True), nvfp4(square=False)),
+    "mxfp8": (te.MXFP8BlockScaling(fp8_format=te.Format.HYBRID), blocks(32, "e8m0", "none", em.E5M2)),
+    "mxfp8 2-D": (te.MXFP8BlockScaling(enable_2d_quantization=True), blocks(32, "e8m0", "w")),
+    "nvfp4": (te.NVFP4BlockScaling(), nvfp4()),
+    "nvfp4 no transform": (te.NVFP4BlockScaling(disable_rht=True), nvfp4(rotated=False)),
+    "nvfp4 to nearest": (te.NVFP4BlockScaling(disable_stochastic_rounding=True), nvfp4(stochastic=False)),
+    "nvfp4 1-D w": (te.NVFP4BlockScaling(disable_2d_quantization=True), nvfp4(square=False)),
     "nvfp4 plain": (
-        NVFP4BlockScaling(disable_rht=True, disable_stochastic_rounding=True, disable_2d_quantization=True),
+        te.NVFP4BlockScaling(disable_rht=True, disable_stochastic_rounding=True, disable_2d_quantization=True),
         nvfp4(square=False, rotated=False, stochastic=False),
     ),
     "custom": (fresh("custom"), custom),
-    "custom fprop": (CustomRecipe(qfactory=_only_fprop), only_fprop),
+    "custom fprop": (te.CustomRecipe(qfactory=_only_fprop), only_fprop),
 }
 
 
@@ -175,10 +159,10 @@ def numbers(rows: int, k: int, n: int, dtype: torch.dtype) -> tuple[torch.Tensor
 
 
 def gradients(
-    recipe: Recipe, x: torch.Tensor, w: torch.Tensor, dy: torch.Tensor, stored: bool = False
+    recipe: te.Recipe, x: torch.Tensor, w: torch.Tensor, dy: torch.Tensor, stored: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """y, dx and dw of one Linear, its weight stored quantized or not."""
-    layer = Linear(*reversed(w.shape), bias=False, params_dtype=w.dtype)
+    layer = te.Linear(*reversed(w.shape), bias=False, params_dtype=w.dtype)
     with torch.no_grad():
         layer.weight.copy_(w)
     if stored:
@@ -186,11 +170,10 @@ def gradients(
     layer.fp8_scale = torch.tensor(list(SCALES.values()))[:, None]
     layer.fp8_rng_state = torch.tensor(KEY)
     x = x.clone().requires_grad_()
-    with autocast(recipe=recipe):
+    with te.autocast(recipe=recipe):
         y = layer(x)
         y.backward(dy)
-    assert x.grad is not None
-    assert layer.weight.grad is not None
+    assert x.grad is not None and layer.weight.grad is not None
     return y.detach(), x.grad, layer.weight.grad
 
 
@@ -218,7 +201,7 @@ def test_fprop_dgrad_and_wgrad(name: str, dtype: torch.dtype, stored: bool) -> N
 SPLITS = [40, 0, 1, 127, 33]
 
 
-def stacked(layer: GroupedLinear, of: Callable[[torch.Tensor], torch.Tensor]) -> list[torch.Tensor]:
+def stacked(layer: te.GroupedLinear, of: Callable[[torch.Tensor], torch.Tensor]) -> list[torch.Tensor]:
     """One tensor per GEMM, in either layout."""
     found = [of(layer.get_parameter(name)) for name in layer.weight_names()]
     return list(found[0]) if len(found) == 1 else found
@@ -235,7 +218,7 @@ def test_every_group_is_quantized_by_itself(name: str, dtype: torch.dtype, store
     groups, k, n, rows = len(SPLITS), 160, 48, sum(SPLITS) + 5
     x, _, dy = numbers(rows, k, n, dtype)
     w = torch.stack([numbers(g + 1, k, n, dtype)[1] * (g + 1) for g in range(groups)])
-    layer = GroupedLinear(groups, k, n, bias=False, single_grouped_weight=grouped, params_dtype=dtype)
+    layer = te.GroupedLinear(groups, k, n, bias=False, single_grouped_weight=grouped, params_dtype=dtype)
     quantizer = recipe.weight_quantizer()
     with torch.no_grad():
         if not stored:
@@ -248,12 +231,12 @@ def test_every_group_is_quantized_by_itself(name: str, dtype: torch.dtype, store
     layer.fp8_scale = torch.tensor(list(SCALES.values()))[:, None].expand(-1, groups).contiguous()
     layer.fp8_rng_state = torch.tensor(KEY)
     x = x.requires_grad_()
-    with autocast(recipe=recipe):
+    with te.autocast(recipe=recipe):
         y = layer(x, torch.tensor(SPLITS))
     y.backward(dy)
     grads = stacked(layer, lambda weight: weight.grad)
     # wgrad's operands lie in rows padded so that every group begins with a block, which random bits depend on
-    align = 16 if isinstance(recipe, NVFP4BlockScaling) else 1
+    align = 16 if isinstance(recipe, te.NVFP4BlockScaling) else 1
     padded = (rows + groups * (align - 1)) // align * align
     begin = slot = 0
     for g, size in enumerate(SPLITS):
@@ -272,8 +255,8 @@ def test_every_group_is_quantized_by_itself(name: str, dtype: torch.dtype, store
         assert_within(grads[g], op["dy", "columnwise"].T, op["x", "columnwise"])
 
 
-WITHOUT = NVFP4BlockScaling(disable_rht=True, disable_stochastic_rounding=True)
-WITH = NVFP4BlockScaling(disable_stochastic_rounding=True)
+WITHOUT = te.NVFP4BlockScaling(disable_rht=True, disable_stochastic_rounding=True)
+WITH = te.NVFP4BlockScaling(disable_stochastic_rounding=True)
 
 
 def test_the_transform_cancels_exactly_where_it_is_quantized_exactly() -> None:
@@ -314,5 +297,4 @@ def test_with_and_without_the_transform_the_weight_gradient_is_the_same_but_for_
     assert (difference <= bound).all()
     # an average error is far below the bound, which no sign cancels in; a transform of one operand only exceeds this
     error = rotated.double().numpy() - exact
-    assert np.linalg.norm(error) < 0.3 * np.linalg.norm(exact)
-    assert difference.max() > 0
+    assert np.linalg.norm(error) < 0.3 * np.linalg.norm(exact) and difference.max() > 0

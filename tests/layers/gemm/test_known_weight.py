@@ -13,36 +13,28 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import te_models.layers.quantizer as quantizers
 from te_models.kernels.backend import using_backend
 from te_models.kernels.gemm import few_rows
 from te_models.kernels.gemm.backends import gemm_counts, reset_gemm_counts
 from te_models.layers import Linear, MXFP8BlockScaling, QuantizedTensor, autocast
 from te_models.layers.gemm import plain
 from te_models.layers.gemm.plain import stored_linear
-from te_models.layers.quantizer import (
-    Float8BlockQuantizer,
-    Float8CurrentScalingQuantizer,
-    Int4Quantizer,
-    Int8Quantizer,
-    MXFP8Quantizer,
-    NVFP4Quantizer,
-    Quantizer,
-)
 
-FORMATS: list[Quantizer] = [
-    Float8CurrentScalingQuantizer(),
-    Float8BlockQuantizer(),
-    Float8BlockQuantizer(block_scaling_dim=1, force_pow_2_scales=False),
-    MXFP8Quantizer(),
-    NVFP4Quantizer(),
-    Int4Quantizer(),
-    Int4Quantizer(group_size=128, zero_points=True),
-    Int8Quantizer(),
+FORMATS: list[quantizers.Quantizer] = [
+    quantizers.Float8CurrentScalingQuantizer(),
+    quantizers.Float8BlockQuantizer(),
+    quantizers.Float8BlockQuantizer(block_scaling_dim=1, force_pow_2_scales=False),
+    quantizers.MXFP8Quantizer(),
+    quantizers.NVFP4Quantizer(),
+    quantizers.Int4Quantizer(),
+    quantizers.Int4Quantizer(group_size=128, zero_points=True),
+    quantizers.Int8Quantizer(),
 ]
 OUT, IN = 272, 512
 
 
-def weight_in(form: Quantizer) -> QuantizedTensor:
+def weight_in(form: quantizers.Quantizer) -> QuantizedTensor:
     values = torch.randn(OUT, IN, generator=torch.Generator().manual_seed(3)).bfloat16()
     return form.quantize(values)
 
@@ -81,7 +73,9 @@ needs_library = pytest.mark.skipif(few_rows.library.STORED.against() != "", reas
 
 @needs_library
 @pytest.mark.parametrize("form", FORMATS, ids=str)
-def test_the_next_token_has_the_same_bits_and_asks_nothing(form: Quantizer, unasked: Callable[[], None]) -> None:
+def test_the_next_token_has_the_same_bits_and_asks_nothing(
+    form: quantizers.Quantizer, unasked: Callable[[], None]
+) -> None:
     weight, bias = weight_in(form), torch.randn(OUT).bfloat16()
     several = [rows(1, 1), rows(4, 1), rows(1), rows(16)]
     expected = [(asked(x, weight), asked(x, weight, bias)) for x in several]
@@ -95,7 +89,7 @@ def test_the_next_token_has_the_same_bits_and_asks_nothing(form: Quantizer, unas
 
 @needs_library
 @pytest.mark.parametrize("form", FORMATS, ids=str)
-def test_a_weight_that_changes_in_place_is_the_new_one(form: Quantizer, unasked: Callable[[], None]) -> None:
+def test_a_weight_that_changes_in_place_is_the_new_one(form: quantizers.Quantizer, unasked: Callable[[], None]) -> None:
     weight, x = weight_in(form), rows(1, 1)
     first = stored_linear(x, weight, None)
     weight.quantize_(torch.randn(OUT, IN, generator=torch.Generator().manual_seed(5)))
@@ -107,7 +101,7 @@ def test_a_weight_that_changes_in_place_is_the_new_one(form: Quantizer, unasked:
 @needs_library
 @pytest.mark.parametrize("form", FORMATS, ids=str)
 @pytest.mark.parametrize("how", ["another", "set_", "transposed"])
-def test_fields_that_are_replaced_are_found_out(form: Quantizer, how: str) -> None:
+def test_fields_that_are_replaced_are_found_out(form: quantizers.Quantizer, how: str) -> None:
     weight, other, x = weight_in(form), form.quantize(rows(OUT)), rows(1, 1)
     stored_linear(x, weight, None)
     for name, field in other.fields.items():
@@ -125,7 +119,7 @@ def test_fields_that_are_replaced_are_found_out(form: Quantizer, how: str) -> No
 
 @needs_library
 def test_a_weight_without_the_copy_that_was_read_is_dequantized() -> None:
-    weight, x = weight_in(MXFP8Quantizer()), rows(1, 1)
+    weight, x = weight_in(quantizers.MXFP8Quantizer()), rows(1, 1)
     stored_linear(x, weight, None)
     weight.update_usage(rowwise=False)
     assert torch.equal(stored_linear(x, weight, None), asked(x, weight))
@@ -134,7 +128,7 @@ def test_a_weight_without_the_copy_that_was_read_is_dequantized() -> None:
 @needs_library
 @pytest.mark.parametrize("threads", [1, 2])
 def test_threads_are_those_of_the_call(threads: int, unasked: Callable[[], None]) -> None:
-    weight, x, before = weight_in(MXFP8Quantizer()), rows(16), torch.get_num_threads()
+    weight, x, before = weight_in(quantizers.MXFP8Quantizer()), rows(16), torch.get_num_threads()
     expected = stored_linear(x, weight, None)
     unasked()
     try:
@@ -168,7 +162,7 @@ class _Looks(TorchDispatchMode):
     ids=["definition", "autocast", "gradients", "inference", "mode", "nothing"],
 )
 def test_in_every_region_it_is_what_the_questions_lead_to(region: Callable[[], AbstractContextManager[object]]) -> None:
-    weight, x = weight_in(NVFP4Quantizer()), rows(2, 1)
+    weight, x = weight_in(quantizers.NVFP4Quantizer()), rows(2, 1)
     stored_linear(x, weight, None)
     with region() as seen:
         found = stored_linear(x, weight, None)
@@ -181,7 +175,7 @@ def test_in_every_region_it_is_what_the_questions_lead_to(region: Callable[[], A
 
 @needs_library
 def test_derivatives_are_not_lost() -> None:
-    weight = weight_in(MXFP8Quantizer())
+    weight = weight_in(quantizers.MXFP8Quantizer())
     x = rows(1, dtype=torch.float32)
     stored_linear(x, weight, None)
     with torch.enable_grad():
@@ -197,7 +191,7 @@ def test_derivatives_are_not_lost() -> None:
 
 @needs_library
 def test_what_does_not_fit_is_the_same_error() -> None:
-    weight, x = weight_in(MXFP8Quantizer()), rows(1, 1)
+    weight, x = weight_in(quantizers.MXFP8Quantizer()), rows(1, 1)
     stored_linear(x, weight, None)
     for wrong, bias in ((x[..., :-1], None), (x, torch.zeros(OUT - 1).bfloat16())):
         with pytest.raises(RuntimeError) as found:
@@ -214,7 +208,7 @@ def test_what_does_not_fit_is_the_same_error() -> None:
 @needs_library
 def test_copies_and_files_know_nothing_and_compute_the_same() -> None:
     layer = Linear(IN, OUT, bias=False)
-    layer.weight = torch.nn.Parameter(weight_in(MXFP8Quantizer()), requires_grad=False)  # type: ignore[arg-type]
+    layer.weight = torch.nn.Parameter(weight_in(quantizers.MXFP8Quantizer()), requires_grad=False)  # type: ignore[arg-type]
     x = rows(1, 1)
     expected = layer(x)
     layer.weight.marked = 7  # type: ignore[attr-defined]
@@ -233,7 +227,7 @@ def test_copies_and_files_know_nothing_and_compute_the_same() -> None:
 @needs_library
 def test_every_product_is_counted_and_recipes_come_first() -> None:
     layer = Linear(IN, OUT, bias=False)
-    layer.weight = torch.nn.Parameter(weight_in(MXFP8Quantizer()), requires_grad=False)  # type: ignore[arg-type]
+    layer.weight = torch.nn.Parameter(weight_in(quantizers.MXFP8Quantizer()), requires_grad=False)  # type: ignore[arg-type]
     x = rows(1, 1)
     reset_gemm_counts()
     for _ in range(3):

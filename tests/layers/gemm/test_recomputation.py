@@ -11,17 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
-from te_models.layers import (
-    GroupedLinear,
-    Linear,
-    autocast,
-    collect_statistics,
-    microbatch,
-    ops,
-    recipe_state,
-    recompute_contexts,
-    set_rounding_seed,
-)
+import te_models.layers as te
 from tests.layers.matrix_recipes import fresh
 
 Run = Callable[..., Tensor]
@@ -34,7 +24,7 @@ def everything(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy
 
 
 def once(function: Run, *inputs: Tensor, save: Any = None) -> Tensor:
-    contexts = functools.partial(recompute_contexts, save)
+    contexts = functools.partial(te.recompute_contexts, save)
     return checkpoint(function, *inputs, use_reentrant=False, context_fn=contexts)
 
 
@@ -43,8 +33,8 @@ class Blocks(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.a, self.b = Linear(64, 64), Linear(64, 64)
-        self.c, self.d = GroupedLinear(2, 64, 64), ops.Sequential(ops.LayerNorm(64), ops.Linear(64, 64))
+        self.a, self.b = te.Linear(64, 64), te.Linear(64, 64)
+        self.c, self.d = te.GroupedLinear(2, 64, 64), te.ops.Sequential(te.ops.LayerNorm(64), te.ops.Linear(64, 64))
         self.inner: Callable[..., Tensor] = lambda function, x: function(x)
 
     def last(self, x: Tensor) -> Tensor:
@@ -58,17 +48,21 @@ def train(around: Run, inner: Run, name: str, *, first: bool, statistics: bool =
     """Return the gradients, the recipe's state and the statistics of two steps of two micro-batches."""
     torch.manual_seed(0)
     model = Blocks()
-    set_rounding_seed(model, 1)
+    te.set_rounding_seed(model, 1)
     model.inner = inner
     found = []
     for step in range(2):
         model.zero_grad()
         for i in range(2):
             x = torch.randn(32, 64, generator=torch.Generator().manual_seed(2 * step + i)) * (1 + step + i)
-            with autocast(recipe=fresh(name)), microbatch(i == 0 if first else None), collect_statistics(statistics):
+            with (
+                te.autocast(recipe=fresh(name)),
+                te.microbatch(i == 0 if first else None),
+                te.collect_statistics(statistics),
+            ):
                 y = around(model, x.requires_grad_())
             y.square().sum().backward()
-            found += [x.grad, *(v.clone() for v in recipe_state(model).values())]
+            found += [x.grad, *(v.clone() for v in te.recipe_state(model).values())]
         found += [p.grad for p in model.parameters()]
         with torch.no_grad():
             for parameter in model.parameters():
@@ -106,24 +100,24 @@ def test_checkpoints_in_a_checkpoint_repeat_the_first_run(name: str, first: bool
 
 
 @pytest.mark.parametrize("save", [None, everything], ids=["nothing", "everything"])
-@pytest.mark.parametrize("kind", [Linear, ops.Linear])
+@pytest.mark.parametrize("kind", [te.Linear, te.ops.Linear])
 def test_a_calibrated_pass_records_once(kind: type, save: Any) -> None:
     """The recomputation does the same operations, by whose number selective checkpointing finds what it kept."""
     found = []
     for around in (call, functools.partial(once, save=save)):
         torch.manual_seed(0)
-        model = nn.Sequential(ops.Sequential(ops.Quantize(), kind(16, 16)))
+        model = nn.Sequential(te.ops.Sequential(te.ops.Quantize(), kind(16, 16)))
         x = torch.linspace(-2, 3, 64).view(4, 16).requires_grad_()
 
         def with_amax(x: Tensor, model: nn.Module = model) -> Tensor:
             y = model(x)
             return y * y.abs().amax()
 
-        with autocast(enabled=False, calibrating=True, recipe=fresh("delayed")):
+        with te.autocast(enabled=False, calibrating=True, recipe=fresh("delayed")):
             y = around(with_amax, x)
-        before = [value.clone() for value in recipe_state(model).values()]
+        before = [value.clone() for value in te.recipe_state(model).values()]
         y.sum().backward()
-        assert_same(list(recipe_state(model).values()), before)
+        assert_same(list(te.recipe_state(model).values()), before)
         found.append([y, x.grad, *before])
     assert_same(found[1], found[0])
     assert len(found[0]) > 2
@@ -131,11 +125,11 @@ def test_a_calibrated_pass_records_once(kind: type, save: Any) -> None:
 
 def test_products_that_a_checkpoint_keeps_are_not_overwritten() -> None:
     """They are scaled out of place where something observes them."""
-    layer = GroupedLinear(2, 32, 48)
+    layer = te.GroupedLinear(2, 32, 48)
     x, splits = torch.randn(32, 32).requires_grad_(), torch.tensor([16, 16])
     found = []
     for run in (layer, lambda *inputs: once(layer, *inputs, save=everything)):
-        with autocast(recipe=fresh("current")):
+        with te.autocast(recipe=fresh("current")):
             y = run(x, splits)
         found.append((y.detach(), *torch.autograd.grad(y.square().sum(), (x, *layer.parameters()))))
     for plain, kept in zip(*found, strict=True):

@@ -6,22 +6,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+import te_models.layers as te
 from te_models.kernels.gemm import ScaledOperand, gemm_counts, reset_gemm_counts, strict_gemms, traced_fallbacks
 from te_models.kernels.gemm.backends import DeviceCapability
 from te_models.kernels.gemm.choice import choose_gemm
-from te_models.layers import (
-    CustomRecipe,
-    GroupedLinear,
-    IdentityQuantizer,
-    Linear,
-    MXFP8Quantizer,
-    NVFP4Quantizer,
-    Recipe,
-    autocast,
-    quantized_model_init,
-    recipe,
-    set_rounding_seed,
-)
 from te_models.layers.gemm import product as gemm_operand
 
 pytestmark = pytest.mark.usefixtures("definitions")
@@ -36,22 +24,22 @@ def fresh_counts():
 
 
 def run(
-    layer_kind: str, chosen: Recipe, dtype: torch.dtype, *, stored: bool, fused: bool = False
+    layer_kind: str, chosen: te.Recipe, dtype: torch.dtype, *, stored: bool, fused: bool = False
 ) -> list[torch.Tensor]:
     torch.manual_seed(0)
-    with quantized_model_init(enabled=stored, recipe=chosen):
+    with te.quantized_model_init(enabled=stored, recipe=chosen):
         if layer_kind == "linear":
-            layer = Linear(96, 64, bias=False, params_dtype=dtype, fuse_wgrad_accumulation=fused)
+            layer = te.Linear(96, 64, bias=False, params_dtype=dtype, fuse_wgrad_accumulation=fused)
         else:
-            layer = GroupedLinear(3, 96, 64, bias=False, params_dtype=dtype, fuse_wgrad_accumulation=fused)
+            layer = te.GroupedLinear(3, 96, 64, bias=False, params_dtype=dtype, fuse_wgrad_accumulation=fused)
     if fused:
         layer.weight.main_grad = torch.zeros(layer.weight.shape)
-    set_rounding_seed(layer, 3)
+    te.set_rounding_seed(layer, 3)
     for step in range(2):  # two, so that delayed scaling has a scale other than one
         generator = torch.Generator().manual_seed(step)
         x = torch.randn(70, 96, generator=generator).to(dtype).requires_grad_()
         layer.zero_grad()
-        with autocast(recipe=chosen):
+        with te.autocast(recipe=chosen):
             y = layer(x) if layer_kind == "linear" else layer(x, torch.tensor([33, 0, 37]))
         y.backward(torch.randn(70, 64, generator=generator).to(dtype))
     return [y.detach(), x.grad, layer.weight.main_grad if fused else layer.weight.grad]
@@ -64,11 +52,11 @@ def run(
 def test_quantized_numbers_give_the_same_products(
     kind: str, name: str, stored: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = run(kind, recipe(name), dtype, stored=stored)
+    expected = run(kind, te.recipe(name), dtype, stored=stored)
     assert not any(operation.startswith("scaled") for operation, _ in gemm_counts())
     reset_gemm_counts()
     monkeypatch.setattr(gemm_operand, "_DEQUANTIZING_DEVICES", ())
-    got = run(kind, recipe(name), dtype, stored=stored)
+    got = run(kind, te.recipe(name), dtype, stored=stored)
     unit = 2.0**-8 if dtype == torch.bfloat16 else 2.0**-20
     for a, b in zip(expected, got, strict=True):
         assert (a.float() - b.float()).abs().max() <= 2 * unit * a.float().abs().max()
@@ -82,31 +70,31 @@ def test_quantized_numbers_give_the_same_products(
 @pytest.mark.parametrize("kind", ["linear", "grouped"])
 @pytest.mark.parametrize("name", RECIPES[:4])
 def test_they_accumulate_into_main_grad(kind: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = run(kind, recipe(name), torch.float32, stored=False, fused=True)
+    expected = run(kind, te.recipe(name), torch.float32, stored=False, fused=True)
     monkeypatch.setattr(gemm_operand, "_DEQUANTIZING_DEVICES", ())
-    got = run(kind, recipe(name), torch.float32, stored=False, fused=True)
+    got = run(kind, te.recipe(name), torch.float32, stored=False, fused=True)
     for a, b in zip(expected, got, strict=True):
         torch.testing.assert_close(b, a, rtol=1e-5, atol=1e-5 * float(a.abs().max()))
 
 
 def test_a_product_of_one_quantized_side_is_counted_and_warned_about(monkeypatch: pytest.MonkeyPatch) -> None:
     def factory(role):
-        return IdentityQuantizer() if role.tensor_type == "weight" else MXFP8Quantizer()
+        return te.IdentityQuantizer() if role.tensor_type == "weight" else te.MXFP8Quantizer()
 
     monkeypatch.setattr(gemm_operand, "_DEQUANTIZING_DEVICES", ())
     with pytest.warns(RuntimeWarning, match="there is no kernel for e8m0 by high precision"):
-        run("linear", CustomRecipe(qfactory=factory), torch.float32, stored=False)
+        run("linear", te.CustomRecipe(qfactory=factory), torch.float32, stored=False)
     assert gemm_counts()["scaled_gemm", "emulation"] == 6
 
 
 def test_strict_raises_instead(monkeypatch: pytest.MonkeyPatch) -> None:
     def factory(role):
-        return IdentityQuantizer() if role.tensor_type == "weight" else MXFP8Quantizer()
+        return te.IdentityQuantizer() if role.tensor_type == "weight" else te.MXFP8Quantizer()
 
-    mixed = CustomRecipe(qfactory=factory)
+    mixed = te.CustomRecipe(qfactory=factory)
     monkeypatch.setattr(gemm_operand, "_DEQUANTIZING_DEVICES", ())
     with strict_gemms():
-        run("linear", recipe("mxfp8"), torch.float32, stored=False)
+        run("linear", te.recipe("mxfp8"), torch.float32, stored=False)
         with pytest.raises(ValueError, match=r"there is no kernel for .* strict asks for"):
             run("linear", mixed, torch.float32, stored=False)
     with pytest.warns(RuntimeWarning, match="there is no kernel for"):
@@ -117,11 +105,11 @@ def test_values_of_a_format_without_packed_numbers_are_a_fallback(monkeypatch: p
     """Also where neither side has any: rows of groups in squares of four bits."""
 
     def factory(role):
-        return NVFP4Quantizer(with_2d_quantization=True)
+        return te.NVFP4Quantizer(with_2d_quantization=True)
 
     monkeypatch.setattr(gemm_operand, "_DEQUANTIZING_DEVICES", ())
     with pytest.warns(RuntimeWarning, match="there is no kernel for nvfp4 by nvfp4"):
-        run("grouped", CustomRecipe(qfactory=factory), torch.float32, stored=False)
+        run("grouped", te.CustomRecipe(qfactory=factory), torch.float32, stored=False)
     ran = {name: count for (name, backend), count in gemm_counts().items() if name.startswith("scaled")}
     assert ran == {"scaled_grouped_gemm": 4, "scaled_grouped_gemm_wgrad": 2}
 
@@ -133,7 +121,7 @@ def test_four_bit_weights_in_squares_have_packed_numbers_for_dgrad(
 ) -> None:
     """The same as for fprop, packed along the other dimension: hardware with a four-bit GEMM multiplies them."""
     monkeypatch.setattr(gemm_operand, "_DEQUANTIZING_DEVICES", ())
-    quantizers = recipe("nvfp4").quantizers("Linear", "")
+    quantizers = te.recipe("nvfp4").quantizers("Linear", "")
     weight = torch.randn(*((3,) if grouped else ()), 64, 96).bfloat16()
     if stored:
         fields = quantizers.weight.quantize_fields(weight)
@@ -160,23 +148,22 @@ def test_a_fallback_in_a_compiled_graph_is_counted_when_it_is_traced(monkeypatch
     """And warned about; it runs uncounted. Another shape is another graph."""
 
     def factory(role):
-        return IdentityQuantizer() if role.tensor_type == "weight" else MXFP8Quantizer()
+        return te.IdentityQuantizer() if role.tensor_type == "weight" else te.MXFP8Quantizer()
 
     torch._dynamo.reset()
     reset_gemm_counts()
     monkeypatch.setattr(gemm_operand, "_DEQUANTIZING_DEVICES", ())
-    chosen, layer = CustomRecipe(qfactory=factory), Linear(64, 48)
+    chosen, layer = te.CustomRecipe(qfactory=factory), te.Linear(64, 48)
     compiled = torch.compile(layer, fullgraph=True, dynamic=False, backend="eager")
     seen = []
     with pytest.warns(RuntimeWarning, match="there is no kernel for e8m0 by high precision") as warned:
         for rows in (32, 32, 64):
-            with torch.no_grad(), autocast(recipe=chosen):
+            with torch.no_grad(), te.autocast(recipe=chosen):
                 compiled(torch.randn(rows, 64))
             seen.append(traced_fallbacks().get(("scaled_gemm", "emulation"), 0))
     assert len([w for w in warned if "no kernel" in str(w.message)]) == 1
-    assert 0 < seen[0] == seen[1] < seen[2]
-    assert not gemm_counts()
+    assert 0 < seen[0] == seen[1] < seen[2] and not gemm_counts()
     reset_gemm_counts()
     torch._dynamo.reset()
-    with pytest.raises(Exception, match="strict asks"), strict_gemms(), torch.no_grad(), autocast(recipe=chosen):
+    with pytest.raises(Exception, match="strict asks"), strict_gemms(), torch.no_grad(), te.autocast(recipe=chosen):
         compiled(torch.randn(32, 64))

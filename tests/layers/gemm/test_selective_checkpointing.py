@@ -17,16 +17,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
-from te_models.layers import (
-    LayerNormMLP,
-    Linear,
-    autocast,
-    collect_statistics,
-    ops,
-    recipe,
-    recompute_contexts,
-    set_rounding_seed,
-)
+import te_models.layers as te
 from te_models.layers.module.model_state import quantized_modules
 from tests.layers.matrix_recipes import NAMES, fresh
 
@@ -51,8 +42,8 @@ class Block(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.mlp = LayerNormMLP(64, 96, activation="swiglu", params_dtype=BF16)
-        self.linear = Linear(64, 64, params_dtype=BF16)
+        self.mlp = te.LayerNormMLP(64, 96, activation="swiglu", params_dtype=BF16)
+        self.linear = te.Linear(64, 64, params_dtype=BF16)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.linear(self.mlp(x))
@@ -61,12 +52,12 @@ class Block(nn.Module):
 def build() -> Block:
     torch.manual_seed(0)
     block = Block()
-    set_rounding_seed(block, 1)
+    te.set_rounding_seed(block, 1)
     return block
 
 
 def checkpointed(block: nn.Module, saved: str) -> Callable[[Tensor], Tensor]:
-    contexts = functools.partial(recompute_contexts, SAVED[saved])
+    contexts = functools.partial(te.recompute_contexts, SAVED[saved])
     return lambda x: checkpoint(block, x, use_reentrant=False, context_fn=contexts)
 
 
@@ -76,7 +67,7 @@ def three_steps(block: Block, run: Callable[[Tensor], Tensor], name: str | None)
     for step in range(3):
         x = torch.randn(32, 64, generator=torch.Generator().manual_seed(step)).to(BF16).requires_grad_()
         block.zero_grad()
-        with autocast(enabled=name is not None, recipe=fresh(name)):
+        with te.autocast(enabled=name is not None, recipe=fresh(name)):
             y = run(x)
         y.square().sum().backward()
         found += [y.detach(), x.grad, *(p.grad for p in block.parameters())]
@@ -108,7 +99,7 @@ class Calls(TorchDispatchMode):
 
 def products_in_backward(run: Callable[[Tensor], Tensor], name: str | None) -> int:
     x = torch.randn(32, 64, dtype=BF16, requires_grad=True)
-    with autocast(enabled=name is not None, recipe=fresh(name)):
+    with te.autocast(enabled=name is not None, recipe=fresh(name)):
         loss = run(x).square().sum()
     with Calls() as calls:
         loss.backward()
@@ -129,9 +120,9 @@ def test_statistics_are_noted_once_and_the_recomputation_goes_the_same_way(saved
     found = []
     for around in (lambda block: block, lambda block: checkpointed(block, saved)):
         torch.manual_seed(0)
-        block = ops.Sequential(ops.LayerNorm(64), ops.Linear(64, 64))
+        block = te.ops.Sequential(te.ops.LayerNorm(64), te.ops.Linear(64, 64))
         x = torch.randn(32, 64, generator=torch.Generator().manual_seed(1)).requires_grad_()
-        with autocast(recipe=recipe("mxfp8")), collect_statistics():
+        with te.autocast(recipe=te.recipe("mxfp8")), te.collect_statistics():
             y = around(block)(x)
         noted = [layer.fp8_statistics.clone() for _, layer in quantized_modules(block)]
         y.square().sum().backward()

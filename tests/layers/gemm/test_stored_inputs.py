@@ -43,10 +43,7 @@ def _stored(kind: str, name: str, compiled: bool) -> float:
     return sum(size for size in seen.values() if size > 4096 or name in ("block", "mxfp8", "nvfp4")) / x.numel()
 
 
-@pytest.mark.sentinels(
-    "dense-mxfp8-compiled",
-    *(f"{kind}-{name}-eager" for kind, name in BYTES),
-)
+@pytest.mark.sentinels("dense-mxfp8-compiled", *(f"{kind}-{name}-eager" for kind, name in BYTES))
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize(("kind", "name"), BYTES)
 def test_an_input_is_stored_quantized(kind: str, name: str, compiled: bool, fresh_compiler: None) -> None:

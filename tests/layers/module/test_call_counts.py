@@ -1,7 +1,6 @@
 """How long the way through a layer is: Python calls of one eager forward pass, the files they are in, how deep they go.
 
-Calls into torch are not counted, nor what torch calls; in Python 3.11 every comprehension counts as one call more.
-"""
+Calls into torch are not counted, nor what torch calls; in Python 3.11 every comprehension counts as one call more."""
 
 from __future__ import annotations
 

@@ -12,21 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 
-from te_models.layers import (
-    CustomRecipe,
-    Float8CurrentScalingQuantizer,
-    GroupedLinear,
-    HybridQuantizer,
-    LayerNormLinear,
-    LayerNormMLP,
-    Linear,
-    MXFP8BlockScaling,
-    MXFP8Quantizer,
-    NVFP4BlockScaling,
-    QuantizedTensor,
-    Recipe,
-    autocast,
-)
+import te_models.layers as te
 from te_models.layers.quantizer import Quantizer
 from te_models.layers.quantizer.delayed import Float8Quantizer
 from tests.build import weight_quantizers
@@ -57,15 +43,15 @@ def test_process_group_on_a_quantizer_refused() -> None:
     """And with it all live state, declared or not, in a quantizer or one inside it: a graph cannot hold it."""
     group = dist.ProcessGroup(dist.HashStore(), 0, 1)
     for held in (group, torch.ones(3)):
-        quantizer = MXFP8Quantizer()
+        quantizer = te.MXFP8Quantizer()
         object.__setattr__(quantizer, "two_dimensional", held)
         with pytest.raises(TypeError, match=rf"two_dimensional is a {type(held).__name__}, live state"):
             quantizer.__fx_repr__()
-        undeclared = MXFP8Quantizer()
+        undeclared = te.MXFP8Quantizer()
         object.__setattr__(undeclared, "group", held)
         with pytest.raises(TypeError, match=r"MXFP8Quantizer\.group is a"):
             undeclared.__fx_repr__()
-    inside = HybridQuantizer(rowwise_quantizer=WithGroup(group=group))
+    inside = te.HybridQuantizer(rowwise_quantizer=WithGroup(group=group))
     with pytest.raises(TypeError, match=r"WithGroup\.group is a ProcessGroup"):
         inside.__fx_repr__()
     with pytest.raises(TypeError, match="holds live tensors"):
@@ -81,7 +67,7 @@ def test_fp8_output_keeps_its_quantizer_through_the_compiled_path(name: str, bac
     """A quantized tensor that a graph makes comes out with the quantizer that made it, and can be used as such."""
     quantizer = weight_quantizers()[name]
 
-    def make(x: Tensor) -> tuple[QuantizedTensor, QuantizedTensor]:
+    def make(x: Tensor) -> tuple[te.QuantizedTensor, te.QuantizedTensor]:
         made = quantizer.quantize(x * 2)
         return made, made.clone()
 
@@ -103,25 +89,24 @@ def formats(quantizer: Quantizer, seen: list[str], name: str) -> Any:
 def test_nested_autocast_with_two_custom_recipes_uses_each_ones_factory(compiled: bool) -> None:
     """Both are instances of one class: quantizers belong to the recipe, not to its class."""
     torch.manual_seed(0)
-    layer = Linear(64, 32, bias=False)
+    layer = te.Linear(64, 32, bias=False)
     x = torch.randn(8, 64)
-    kinds = {"outer": MXFP8Quantizer(), "inner": Float8CurrentScalingQuantizer(fp8_dtype=torch.float8_e5m2)}
+    kinds = {"outer": te.MXFP8Quantizer(), "inner": te.Float8CurrentScalingQuantizer(fp8_dtype=torch.float8_e5m2)}
     alone = {}
     for name, quantizer in kinds.items():
-        with autocast(recipe=CustomRecipe(qfactory=lambda role, quantizer=quantizer: quantizer)):
+        with te.autocast(recipe=te.CustomRecipe(qfactory=lambda role, quantizer=quantizer: quantizer)):
             alone[name] = layer(x)
     assert not torch.equal(alone["outer"], alone["inner"])
     seen: list[str] = []
-    recipes = {name: CustomRecipe(qfactory=formats(quantizer, seen, name)) for name, quantizer in kinds.items()}
+    recipes = {name: te.CustomRecipe(qfactory=formats(quantizer, seen, name)) for name, quantizer in kinds.items()}
     run = torch.compile(lambda x: layer(x), fullgraph=True, backend="aot_eager") if compiled else layer
     for _ in range(2):
-        with autocast(recipe=recipes["outer"]):
+        with te.autocast(recipe=recipes["outer"]):
             first = run(x)
-            with autocast(recipe=recipes["inner"]):
+            with te.autocast(recipe=recipes["inner"]):
                 second = run(x)
             third = run(x)
-        assert torch.equal(first, alone["outer"])
-        assert torch.equal(second, alone["inner"])
+        assert torch.equal(first, alone["outer"]) and torch.equal(second, alone["inner"])
         assert torch.equal(third, alone["outer"])
     assert {who.split()[0] for who in seen} == {"outer", "inner"}
 
@@ -141,10 +126,10 @@ def reachable(roots: list[Any]) -> list[Any]:
 
 
 LAYERS = {
-    "Linear": lambda: Linear(32, 32),
-    "LayerNormLinear": lambda: LayerNormLinear(32, 32),
-    "LayerNormMLP": lambda: LayerNormMLP(32, 64),
-    "GroupedLinear": lambda: GroupedLinear(2, 32, 32, bias=False),
+    "Linear": lambda: te.Linear(32, 32),
+    "LayerNormLinear": lambda: te.LayerNormLinear(32, 32),
+    "LayerNormMLP": lambda: te.LayerNormMLP(32, 64),
+    "GroupedLinear": lambda: te.GroupedLinear(2, 32, 32, bias=False),
 }
 
 
@@ -160,14 +145,16 @@ def nodes_of(y: Tensor) -> list[Any]:
     return list(found)
 
 
-@pytest.mark.parametrize("recipe", [MXFP8BlockScaling(), NVFP4BlockScaling()], ids=lambda recipe: type(recipe).__name__)
+@pytest.mark.parametrize(
+    "recipe", [te.MXFP8BlockScaling(), te.NVFP4BlockScaling()], ids=lambda recipe: type(recipe).__name__
+)
 @pytest.mark.parametrize("name", LAYERS)
-def test_recipe_never_shipped_to_backward(name: str, recipe: Recipe) -> None:
+def test_recipe_never_shipped_to_backward(name: str, recipe: te.Recipe) -> None:
     """What autograd keeps between the passes names the formats of the operands, not the recipe they came from."""
     layer, x = LAYERS[name](), torch.randn(32, 32, requires_grad=True)
-    with autocast(recipe=recipe):
+    with te.autocast(recipe=recipe):
         y = layer(x, torch.tensor([16, 16])) if name == "GroupedLinear" else layer(x)
     nodes = [node for node in nodes_of(y) if hasattr(node, "saved_tensors")]
     kept = reachable([vars(node) for node in nodes])
     assert any(isinstance(item, Quantizer) for item in kept), "nothing of the layer's own was found"
-    assert not [item for item in kept if isinstance(item, Recipe)]
+    assert not [item for item in kept if isinstance(item, te.Recipe)]

@@ -5,16 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from te_models.layers import (
-    GroupedLinear,
-    LayerNormLinear,
-    LayerNormMLP,
-    Linear,
-    autocast,
-    quantized_model_init,
-    recipe,
-    set_rounding_seed,
-)
+import te_models.layers as te
 from tests.layers.matrix_recipes import DEVICES, NAMES, Training, build_stored, fresh, graphs, label
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
@@ -29,11 +20,11 @@ def step(layer: torch.nn.Module, run, name: str | None, *args, train: bool = Tru
     state; without a backward pass only the output."""
     layer.zero_grad()
     # the same random bits and delayed scales in every call
-    set_rounding_seed(layer, 1)
+    te.set_rounding_seed(layer, 1)
     layer.fp8_scale = torch.full_like(layer.fp8_scale, 8.0)
     layer.fp8_grad_amax.zero_()
     x = args[0].detach().requires_grad_(train)
-    with torch.set_grad_enabled(train), autocast(enabled=name is not None, recipe=fresh(name)):
+    with torch.set_grad_enabled(train), te.autocast(enabled=name is not None, recipe=fresh(name)):
         y = run(x, *args[1:])
     if not train:
         return [y]
@@ -45,11 +36,11 @@ def build(kind: str, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
     torch.manual_seed(0)
     options = {"params_dtype": dtype}
     return {
-        "linear": lambda: Linear(96, 64, **options),
-        "layernorm_linear": lambda: LayerNormLinear(96, 64, normalization="RMSNorm", **options),
-        "layernorm_mlp": lambda: LayerNormMLP(96, 64, activation="swiglu", **options),
-        "grouped": lambda: GroupedLinear(3, 96, 64, bias=True, **options),
-        "per_gemm": lambda: GroupedLinear(3, 96, 64, bias=True, single_grouped_weight=False, **options),
+        "linear": lambda: te.Linear(96, 64, **options),
+        "layernorm_linear": lambda: te.LayerNormLinear(96, 64, normalization="RMSNorm", **options),
+        "layernorm_mlp": lambda: te.LayerNormMLP(96, 64, activation="swiglu", **options),
+        "grouped": lambda: te.GroupedLinear(3, 96, 64, bias=True, **options),
+        "per_gemm": lambda: te.GroupedLinear(3, 96, 64, bias=True, single_grouped_weight=False, **options),
     }[kind]()
 
 
@@ -130,7 +121,7 @@ def test_inductor_computes_the_same_bits(kind: str, name: str | None) -> None:
 @pytest.mark.parametrize("kind", ["linear", "grouped"])
 def test_inductor_takes_quantized_parameters(kind: str) -> None:
     """Warnings are errors here: the compiler's cache must be able to key on the parameter's class."""
-    with quantized_model_init(recipe=recipe("mxfp8")):
+    with te.quantized_model_init(recipe=te.recipe("mxfp8")):
         layer = build(kind)
     rest = (torch.tensor([5, 0, 7]),) if kind == "grouped" else ()
     x, compiled = torch.randn(12, 96), torch.compile(layer, fullgraph=True)
@@ -151,9 +142,9 @@ def test_regions_opened_inside_a_compiled_function() -> None:
     layer = build("linear")
 
     def run(x: torch.Tensor) -> torch.Tensor:
-        with autocast(recipe=recipe("mxfp8")):
+        with te.autocast(recipe=te.recipe("mxfp8")):
             y = layer(x)
-            with autocast(enabled=False):
+            with te.autocast(enabled=False):
                 y = y + layer(x)
         return y * layer(x)
 
@@ -196,7 +187,7 @@ def test_small_inputs_have_the_graphs_that_are_documented(name: str | None) -> N
 def test_a_single_block_of_rows_is_no_graph_of_its_own(name: str, dtype: torch.dtype) -> None:
     """With the backward pass, whose graph keeps scales of blocks of rows."""
     torch.manual_seed(0)
-    layer = Linear(256, 256, params_dtype=dtype)
+    layer = te.Linear(256, 256, params_dtype=dtype)
     compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
     for rows in (320, EDGES[name] + 1, EDGES[name], 24, 2):
         x = torch.randn(rows, 256, dtype=dtype)

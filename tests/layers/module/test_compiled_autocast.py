@@ -76,8 +76,7 @@ def test_regions_inside_a_graph(kind: str, name: str | None, outer: str, inner: 
     expected = gradients(layer, run, name)
     assert [y.dtype for y in expected[:3]] == [DTYPES[outer], DTYPES[inner], DTYPES[outer]]
     assert torch.equal(expected[0], expected[2]) and not torch.equal(expected[0], expected[1].to(expected[0].dtype))
-    got = gradients(layer, torch.compile(run, fullgraph=True, backend="aot_eager"), name)
-    assert_same(got, expected)
+    assert_same(gradients(layer, torch.compile(run, fullgraph=True, backend="aot_eager"), name), expected)
     assert graphs() == 1
 
 
@@ -123,8 +122,7 @@ def test_a_recipe_computes_with_the_numbers_it_made(name: str, outer: str) -> No
     layer.fp8_scale = torch.ones_like(layer.fp8_scale)
     with autocast(recipe=fresh(name)), AUTOCAST[outer]():
         got = layer(x)
-    assert got.dtype == DTYPES[outer]
-    assert torch.equal(got, expected)
+    assert got.dtype == DTYPES[outer] and torch.equal(got, expected)
 
 
 @pytest.mark.slow

@@ -7,60 +7,45 @@ import math
 import pytest
 import torch
 
-from te_models.layers import (
-    DelayedScaling,
-    Float8BlockScaling,
-    Float8CurrentScaling,
-    GroupedLinear,
-    LayerNormLinear,
-    LayerNormMLP,
-    Linear,
-    MXFP8BlockScaling,
-    NVFP4BlockScaling,
-    Recipe,
-    autocast,
-    ops,
-    quantized_model_init,
-    recipe,
-)
+import te_models.layers as te
 from tests.layers import emulation as em
 from tests.layers.gemm.test_gemm_numerics import UNIT, assert_within
 
 RECIPES = ["current", "block", "mxfp8"]
 ALL = [
-    DelayedScaling(),
-    Float8CurrentScaling(),
-    Float8BlockScaling(),
-    MXFP8BlockScaling(),
+    te.DelayedScaling(),
+    te.Float8CurrentScaling(),
+    te.Float8BlockScaling(),
+    te.MXFP8BlockScaling(),
     # random bits depend on where a row stands among all rows
-    NVFP4BlockScaling(disable_stochastic_rounding=True),
+    te.NVFP4BlockScaling(disable_stochastic_rounding=True),
 ]
 
 
 def named(value: object) -> str | None:
-    return value.NAME if isinstance(value, Recipe) else None
+    return value.NAME if isinstance(value, te.Recipe) else None
 
 
 @pytest.mark.parametrize("chosen", [None, *ALL], ids=named)
 @pytest.mark.parametrize("splits", [[0, 0, 0], [7, 0, 0], [0, 0, 7], [1, 1, 5], [16, 33, 17]], ids=str)
-def test_grouped_linear_equals_a_linear_per_group(chosen: Recipe | None, splits: list[int]) -> None:
+def test_grouped_linear_equals_a_linear_per_group(chosen: te.Recipe | None, splits: list[int]) -> None:
     rows = sum(splits)
-    layer = GroupedLinear(3, 64, 32, bias=True)
+    layer = te.GroupedLinear(3, 64, 32, bias=True)
     with torch.no_grad():
         layer.bias.normal_()
     x = torch.randn(rows, 64, requires_grad=True)
     dy = torch.randn(rows, 32)
-    with autocast(enabled=chosen is not None, recipe=chosen):
+    with te.autocast(enabled=chosen is not None, recipe=chosen):
         y = layer(x, splits)
     y.backward(dy)
     begin = 0
     for g, size in enumerate(splits):
-        single = Linear(64, 32)
+        single = te.Linear(64, 32)
         with torch.no_grad():
             single.weight.copy_(layer.weight[g])
             single.bias.copy_(layer.bias[g])
         part = x[begin : begin + size].detach().requires_grad_()
-        with autocast(enabled=chosen is not None, recipe=chosen):
+        with te.autocast(enabled=chosen is not None, recipe=chosen):
             expected = single(part)
         expected.backward(dy[begin : begin + size])
         torch.testing.assert_close(y[begin : begin + size], expected, rtol=1e-5, atol=1e-6)
@@ -71,39 +56,38 @@ def test_grouped_linear_equals_a_linear_per_group(chosen: Recipe | None, splits:
 
 
 def test_rows_past_the_last_group_are_zero_and_get_no_gradient() -> None:
-    layer = GroupedLinear(2, 32, 16, bias=True)
+    layer = te.GroupedLinear(2, 32, 16, bias=True)
     with torch.no_grad():
         layer.bias.fill_(1.0)
-    for chosen in (None, *ALL, NVFP4BlockScaling()):
+    for chosen in (None, *ALL, te.NVFP4BlockScaling()):
         x = torch.randn(9, 32, requires_grad=True)
-        with autocast(enabled=chosen is not None, recipe=chosen):
+        with te.autocast(enabled=chosen is not None, recipe=chosen):
             y = layer(x, torch.tensor([3, 2]))
         y.sum().backward()
-        assert torch.count_nonzero(y[5:]) == 0
-        assert torch.count_nonzero(x.grad[5:]) == 0
+        assert torch.count_nonzero(y[5:]) == 0 and torch.count_nonzero(x.grad[5:]) == 0
         assert torch.count_nonzero(x.grad[:5]) > 0
 
 
 @pytest.mark.parametrize("m_splits", [[1, 2, 3], [[1, 2]], [9, 9], [1.5, 2.5], [True, False]], ids=str)
 def test_wrong_splits_are_refused(m_splits: list) -> None:
-    layer = GroupedLinear(2, 32, 16, bias=False)
+    layer = te.GroupedLinear(2, 32, 16, bias=False)
     for given in (m_splits, torch.tensor(m_splits)):
         with pytest.raises((ValueError, RuntimeError), match="m_splits"):
             layer(torch.randn(4, 32), given)
 
 
-@pytest.mark.parametrize("chosen", [None, MXFP8BlockScaling()], ids=str)
-def test_integers_are_refused(chosen: Recipe | None) -> None:
+@pytest.mark.parametrize("chosen", [None, te.MXFP8BlockScaling()], ids=str)
+def test_integers_are_refused(chosen: te.Recipe | None) -> None:
     """Computing in the input's dtype would round the weights to integers, nearly all of them to 0."""
     splits = torch.tensor([2, 2])
     for layer, rest in (
-        (Linear(32, 16), ()),
-        (GroupedLinear(2, 32, 16, bias=False), (splits,)),
-        (ops.Linear(32, 16), ()),
-        (ops.GroupedLinear(2, 32, 16, bias=False), (splits,)),
+        (te.Linear(32, 16), ()),
+        (te.GroupedLinear(2, 32, 16, bias=False), (splits,)),
+        (te.ops.Linear(32, 16), ()),
+        (te.ops.GroupedLinear(2, 32, 16, bias=False), (splits,)),
     ):
         with (
-            autocast(enabled=chosen is not None, recipe=chosen),
+            te.autocast(enabled=chosen is not None, recipe=chosen),
             pytest.raises(ValueError, match=r"the input has dtype torch.int64; allowed: a floating-point dtype"),
         ):
             layer(torch.ones(4, 32, dtype=torch.int64), *rest)
@@ -116,17 +100,17 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
 @pytest.mark.parametrize(
     "chosen, expected",
     [
-        (Float8CurrentScaling(), 0.038),
-        (Float8BlockScaling(), 0.038),
-        (MXFP8BlockScaling(), 0.038),
-        (NVFP4BlockScaling(), 0.146),  # 0.095 of 1x16 blocks and 0.111 of 16x16 ones
+        (te.Float8CurrentScaling(), 0.038),
+        (te.Float8BlockScaling(), 0.038),
+        (te.MXFP8BlockScaling(), 0.038),
+        (te.NVFP4BlockScaling(), 0.146),  # 0.095 of 1x16 blocks and 0.111 of 16x16 ones
     ],
     ids=named,
 )
 def test_quantization_error_has_the_published_size(chosen, expected: float) -> None:
     torch.manual_seed(0)
-    layer, x = Linear(128, 256), torch.randn(512, 128)
-    with autocast(recipe=chosen):
+    layer, x = te.Linear(128, 256), torch.randn(512, 128)
+    with te.autocast(recipe=chosen):
         y = layer(x)
     assert math.isclose(relative(y, layer(x)), expected, rel_tol=0.05)
 
@@ -134,8 +118,8 @@ def test_quantization_error_has_the_published_size(chosen, expected: float) -> N
 def test_float32_block_scales_multiply_in_float32() -> None:
     """A float32 scale times an FP8 value is not exact in bfloat16, so those operands must not be rounded to it."""
     torch.manual_seed(0)
-    layer, x = Linear(256, 64, bias=False, params_dtype=torch.bfloat16), torch.randn(32, 256, dtype=torch.bfloat16)
-    with autocast(recipe=Float8BlockScaling(use_f32_scales=True)):
+    layer, x = te.Linear(256, 64, bias=False, params_dtype=torch.bfloat16), torch.randn(32, 256, dtype=torch.bfloat16)
+    with te.autocast(recipe=te.Float8BlockScaling(use_f32_scales=True)):
         y = layer(x)
     left = em.quantize(x.float().numpy(), (1, 128), em.E4M3, "float32").values
     right = em.quantize(layer.weight.detach().float().numpy(), (128, 128), em.E4M3, "float32").values
@@ -143,27 +127,27 @@ def test_float32_block_scales_multiply_in_float32() -> None:
 
 
 @pytest.mark.parametrize("chosen", ALL, ids=named)
-def test_fused_modules_equal_their_parts(chosen: Recipe) -> None:
+def test_fused_modules_equal_their_parts(chosen: te.Recipe) -> None:
     torch.manual_seed(0)
     x = torch.randn(6, 64)
-    fused = LayerNormLinear(64, 32, normalization="RMSNorm")
-    plain = Linear(64, 32)
+    fused = te.LayerNormLinear(64, 32, normalization="RMSNorm")
+    plain = te.Linear(64, 32)
     plain.load_state_dict({"weight": fused.weight, "bias": fused.bias})
-    mlp = LayerNormMLP(64, 96, activation="swiglu")
-    fc1, fc2 = Linear(64, 192), Linear(96, 64)
+    mlp = te.LayerNormMLP(64, 96, activation="swiglu")
+    fc1, fc2 = te.Linear(64, 192), te.Linear(96, 64)
     fc1.load_state_dict({"weight": mlp.fc1_weight, "bias": mlp.fc1_bias})
     fc2.load_state_dict({"weight": mlp.fc2_weight, "bias": mlp.fc2_bias})
-    with autocast(recipe=chosen):
+    with te.autocast(recipe=chosen):
         assert torch.equal(fused(x), plain(torch.nn.functional.rms_norm(x, (64,), eps=1e-5)))
         gate, up = fc1(torch.nn.functional.layer_norm(x, (64,))).chunk(2, -1)
         assert torch.equal(mlp(x), fc2(torch.nn.functional.silu(gate) * up))
 
 
 def test_torch_autocast_decides_the_compute_dtype() -> None:
-    layer, x = Linear(64, 32), torch.randn(4, 64)
+    layer, x = te.Linear(64, 32), torch.randn(4, 64)
     with torch.amp.autocast("cpu", dtype=torch.bfloat16):
         assert layer(x).dtype == torch.bfloat16
-        with autocast(recipe=recipe("mxfp8")):
+        with te.autocast(recipe=te.recipe("mxfp8")):
             y = layer(x)
     assert y.dtype == torch.bfloat16
     y.float().sum().backward()
@@ -171,40 +155,38 @@ def test_torch_autocast_decides_the_compute_dtype() -> None:
 
 
 def test_a_single_row_calibrates() -> None:
-    layer, x = Linear(64, 32), torch.randn(64)
-    with autocast(enabled=False, calibrating=True, recipe=DelayedScaling()):
+    layer, x = te.Linear(64, 32), torch.randn(64)
+    with te.autocast(enabled=False, calibrating=True, recipe=te.DelayedScaling()):
         y = layer(x)
-    assert y.shape == (32,)
-    assert layer.fp8_history[0, 0, 0] == x.abs().max()
+    assert y.shape == (32,) and layer.fp8_history[0, 0, 0] == x.abs().max()
 
 
 def test_the_gradient_of_a_wide_bias_is_not_rounded_on_its_way() -> None:
     """A float32 bias under bfloat16 compute: the rows are summed in float32, and nothing rounds the sum."""
     torch.manual_seed(0)
-    layer, x, dy = Linear(32, 16), torch.randn(64, 32), torch.randn(64, 16).bfloat16()
-    with torch.amp.autocast("cpu", torch.bfloat16), autocast(recipe=MXFP8BlockScaling()):
+    layer, x, dy = te.Linear(32, 16), torch.randn(64, 32), torch.randn(64, 16).bfloat16()
+    with torch.amp.autocast("cpu", torch.bfloat16), te.autocast(recipe=te.MXFP8BlockScaling()):
         y = layer(x)
     y.backward(dy)
     torch.testing.assert_close(layer.bias.grad.double(), dy.double().sum(0), rtol=64 * UNIT[torch.float32], atol=1e-6)
 
 
 def test_stored_format_must_be_the_recipes() -> None:
-    with quantized_model_init(recipe=recipe("mxfp8")):
-        layers = [(Linear(64, 32), ()), (GroupedLinear(2, 64, 32, bias=False), ([2, 2],))]
+    with te.quantized_model_init(recipe=te.recipe("mxfp8")):
+        layers = [(te.Linear(64, 32), ()), (te.GroupedLinear(2, 64, 32, bias=False), ([2, 2],))]
     for layer, rest in layers:
-        with pytest.raises(ValueError, match="stored as mxfp8"), autocast(recipe=recipe("block")):
+        with pytest.raises(ValueError, match="stored as mxfp8"), te.autocast(recipe=te.recipe("block")):
             layer(torch.randn(4, 64), *rest)
 
 
 @pytest.mark.parametrize("name", ["delayed", *RECIPES, "nvfp4"])
 @pytest.mark.parametrize("grouped", [False, True])
 def test_without_autocast_quantized_weights_compute_and_train_in_high_precision(name: str, grouped: bool) -> None:
-    with quantized_model_init(recipe=recipe(name)):
-        layer = GroupedLinear(2, 64, 32, bias=False) if grouped else Linear(64, 32, bias=False)
+    with te.quantized_model_init(recipe=te.recipe(name)):
+        layer = te.GroupedLinear(2, 64, 32, bias=False) if grouped else te.Linear(64, 32, bias=False)
     x = torch.randn(5, 64)
     y = layer(x, [2, 3]) if grouped else layer(x)
     w = layer.weight.dequantize()
     torch.testing.assert_close(y, torch.cat([x[:2] @ w[0].t(), x[2:] @ w[1].t()]) if grouped else x @ w.t())
     y.sum().backward()
-    assert layer.weight.grad.shape == layer.weight.shape
-    assert torch.count_nonzero(layer.weight.grad) > 0
+    assert layer.weight.grad.shape == layer.weight.shape and torch.count_nonzero(layer.weight.grad) > 0

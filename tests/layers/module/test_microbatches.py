@@ -10,33 +10,22 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
+import te_models.layers as te
 from te_models.kernels import quantize as q
-from te_models.layers import (
-    GroupedLinear,
-    LayerNormLinear,
-    LayerNormMLP,
-    Linear,
-    autocast,
-    cache_weights,
-    checkpoint,
-    microbatch,
-    quantized_model_init,
-    recipe,
-)
 from tests.layers.matrix_recipes import NAMES, fresh
 
 RECIPES = [name for name in NAMES if name is not None]
 BUILD = {
-    "linear": lambda **options: Linear(64, 48, bias=False, **options),
-    "layernorm_linear": lambda **options: LayerNormLinear(64, 48, **options),
-    "layernorm_mlp": lambda **options: LayerNormMLP(64, 48, activation="swiglu", **options),
-    "grouped": lambda **options: GroupedLinear(3, 64, 48, bias=False, **options),
-    "per_gemm": lambda **options: GroupedLinear(3, 64, 48, bias=False, single_grouped_weight=False, **options),
+    "linear": lambda **options: te.Linear(64, 48, bias=False, **options),
+    "layernorm_linear": lambda **options: te.LayerNormLinear(64, 48, **options),
+    "layernorm_mlp": lambda **options: te.LayerNormMLP(64, 48, activation="swiglu", **options),
+    "grouped": lambda **options: te.GroupedLinear(3, 64, 48, bias=False, **options),
+    "per_gemm": lambda **options: te.GroupedLinear(3, 64, 48, bias=False, single_grouped_weight=False, **options),
 }
 
 
 def call(layer: nn.Module, x: Tensor, *rest: object, run: Callable[..., Tensor] | None = None) -> Tensor:
-    splits = (torch.tensor([7, 0, 9]),) if isinstance(layer, GroupedLinear) else ()
+    splits = (torch.tensor([7, 0, 9]),) if isinstance(layer, te.GroupedLinear) else ()
     return (layer if run is None else run)(x, *splits, *rest)
 
 
@@ -49,7 +38,7 @@ def steps(layer: nn.Module, how: str) -> list[Tensor]:
     outputs = []
     for i, x in enumerate(batches()):
         first = None if how == "none" else i == 0
-        with autocast(recipe=layer.chosen), microbatch(first if how == "region" else None):
+        with te.autocast(recipe=layer.chosen), te.microbatch(first if how == "region" else None):
             y = call(layer, x, first) if how == "argument" else call(layer, x)
         y.backward(torch.linspace(-1, 1, y.numel()).view(y.shape))
         outputs.append(y.detach())
@@ -67,7 +56,7 @@ def test_cached_weights_change_nothing(kind: str, name: str) -> None:
         # delayed: the scale of one micro-batch is that of the next, as the history is long and nothing changes
         layer.chosen = fresh(name)
         if name == "delayed":
-            with autocast(recipe=layer.chosen):
+            with te.autocast(recipe=layer.chosen):
                 call(layer, batches()[0] * 3)
         results.append(steps(layer, how))
     for other in results[1:]:
@@ -76,8 +65,8 @@ def test_cached_weights_change_nothing(kind: str, name: str) -> None:
 
 
 def test_later_micro_batches_do_not_quantize_the_weight(monkeypatch: pytest.MonkeyPatch, definitions: None) -> None:
-    layer = Linear(64, 48, bias=False)
-    layer.chosen = recipe("current")
+    layer = te.Linear(64, 48, bias=False)
+    layer.chosen = te.recipe("current")
     shapes: list[tuple[int, ...]] = []
 
     def note(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -105,10 +94,10 @@ def test_compiled_micro_batches_share_weights_quantized_before(kind: str, name: 
         run = torch.compile(layer, fullgraph=True, backend="aot_eager") if compiled else layer
         outputs = []
         for _ in range(2):
-            with autocast(recipe=fresh(name)):
-                cache_weights(layer)
+            with te.autocast(recipe=fresh(name)):
+                te.cache_weights(layer)
             for x in batches():
-                with autocast(recipe=fresh(name)), microbatch(first=False):
+                with te.autocast(recipe=fresh(name)), te.microbatch(first=False):
                     y = call(layer, x, run=run)
                 y.square().sum().backward()
                 outputs.append(y.detach())
@@ -123,8 +112,8 @@ def test_compiled_micro_batches_share_weights_quantized_before(kind: str, name: 
 
 def test_a_compiled_graph_cannot_keep_a_weight() -> None:
     torch._dynamo.reset()
-    layer = Linear(64, 48)
-    with autocast(recipe=recipe("mxfp8")), pytest.raises(Exception, match=r"call cache_weights\(model\)"):
+    layer = te.Linear(64, 48)
+    with te.autocast(recipe=te.recipe("mxfp8")), pytest.raises(Exception, match=r"call cache_weights\(model\)"):
         torch.compile(layer, fullgraph=True, backend="aot_eager")(torch.randn(4, 64), is_first_microbatch=True)
 
 
@@ -132,7 +121,7 @@ def test_a_compiled_graph_cannot_keep_a_weight() -> None:
 def test_a_later_micro_batch_without_a_first_quantizes_and_caches(kind: str) -> None:
     """As under Transformer Engine. A graph cannot: it names what can."""
     layer = BUILD[kind]()
-    with autocast(recipe=recipe("mxfp8")):
+    with te.autocast(recipe=te.recipe("mxfp8")):
         y = call(layer, batches()[0])
         assert torch.equal(call(layer, batches()[0], False), y)
         with torch.no_grad():
@@ -148,8 +137,8 @@ def test_a_later_micro_batch_without_a_first_quantizes_and_caches(kind: str) -> 
 
 def test_a_graph_cannot_cache_in_a_later_micro_batch_either() -> None:
     torch._dynamo.reset()
-    layer = Linear(8, 8)
-    with autocast(recipe=recipe("mxfp8")), pytest.raises(Exception, match=r"call cache_weights\(model\)"):
+    layer = te.Linear(8, 8)
+    with te.autocast(recipe=te.recipe("mxfp8")), pytest.raises(Exception, match=r"call cache_weights\(model\)"):
         torch.compile(layer, fullgraph=True, backend="aot_eager")(torch.randn(2, 8), is_first_microbatch=False)
 
 
@@ -191,8 +180,8 @@ def test_micro_batches_as_megatron_orders_them(kind: str, checkpointed: bool) ->
                 if what[0] == "B":
                     outputs.pop(what[1]).square().sum().backward()
                     continue
-                with autocast(recipe=recipe("mxfp8")):
-                    run = (lambda x: checkpoint(stage, x)) if checkpointed else stage  # noqa: B023
+                with te.autocast(recipe=te.recipe("mxfp8")):
+                    run = (lambda x: te.checkpoint(stage, x)) if checkpointed else stage  # noqa: B023
                     outputs[what[1]] = run(inputs[int(what[1])].clone().requires_grad_())
             with torch.no_grad():
                 for weight in weights:
@@ -202,11 +191,11 @@ def test_micro_batches_as_megatron_orders_them(kind: str, checkpointed: bool) ->
 
 
 def test_a_cache_of_another_recipe_is_refused() -> None:
-    layer = Linear(32, 32)
-    with autocast(recipe=recipe("mxfp8")):
+    layer = te.Linear(32, 32)
+    with te.autocast(recipe=te.recipe("mxfp8")):
         layer(torch.randn(2, 32), is_first_microbatch=True)
     with (
-        autocast(recipe=recipe("block")),
+        te.autocast(recipe=te.recipe("block")),
         pytest.raises(ValueError, match="the cached weight was made by MXFP8Quantizer"),
     ):
         layer(torch.randn(2, 32), is_first_microbatch=False)
@@ -218,10 +207,10 @@ def test_a_cache_of_another_value_of_the_recipe_is_refused(grouped: bool) -> Non
     layer = BUILD["grouped" if grouped else "linear"]()
     x = torch.randn(16, 64)
     for first, second in (("block", {"use_f32_scales": True}), ("mxfp8", {"enable_2d_quantization": True})):
-        with autocast(recipe=recipe(first)):
+        with te.autocast(recipe=te.recipe(first)):
             call(layer, x, True)
             call(layer, x, False)
-        with autocast(recipe=recipe(first, **second)):
+        with te.autocast(recipe=te.recipe(first, **second)):
             with pytest.raises(ValueError, match=r"the cached weight was made by .* after a change of recipe"):
                 call(layer, x, False)
             call(layer, x, True)
@@ -239,7 +228,7 @@ def test_fused_accumulation_adds_into_main_grad(kind: str, name: str | None) -> 
         for key in layer.weight_names() if fused else ():
             getattr(layer, key).main_grad = torch.full_like(getattr(layer, key), 0.5).detach()
         for x in batches():
-            with autocast(enabled=name is not None, recipe=fresh(name)):
+            with te.autocast(enabled=name is not None, recipe=fresh(name)):
                 y = call(layer, x)
             y.backward(torch.linspace(-1, 1, y.numel()).view(y.shape))
         weights = [getattr(layer, key) for key in layer.weight_names()]
@@ -278,7 +267,7 @@ def test_main_gradients_of_every_gemm_compile_to_one_graph() -> None:
         for w in weights:
             w.main_grad.zero_()
         for x in batches():
-            with autocast(recipe=recipe("mxfp8")):
+            with te.autocast(recipe=te.recipe("mxfp8")):
                 y = call(layer, x, run=way)
             y.backward(torch.linspace(-1, 1, y.numel()).view(y.shape))
         found.append([w.main_grad.clone() for w in weights])
@@ -288,7 +277,7 @@ def test_main_gradients_of_every_gemm_compile_to_one_graph() -> None:
 
 
 def test_overwriting_needs_no_zeroing() -> None:
-    layer = Linear(64, 48, bias=False, fuse_wgrad_accumulation=True)
+    layer = te.Linear(64, 48, bias=False, fuse_wgrad_accumulation=True)
     layer.weight.main_grad = torch.full((48, 64), float("nan"))
     layer.weight.overwrite_main_grad = True
     x, dy = torch.randn(16, 64), torch.randn(16, 48)
@@ -297,7 +286,7 @@ def test_overwriting_needs_no_zeroing() -> None:
 
 
 def test_accumulation_needs_a_place_of_the_right_shape() -> None:
-    layer = Linear(64, 48, fuse_wgrad_accumulation=True)
+    layer = te.Linear(64, 48, fuse_wgrad_accumulation=True)
     with pytest.raises(ValueError, match=r"needs weight.main_grad, a tensor of the weight's shape; it has none"):
         layer(torch.randn(2, 64))
     layer.weight.main_grad = torch.zeros(64, 48)
@@ -309,7 +298,7 @@ def test_accumulation_needs_a_place_of_the_right_shape() -> None:
 def test_fused_accumulation_compiles(backend: str | None) -> None:
     torch._dynamo.reset()
     torch.manual_seed(0)
-    layer = Linear(64, 48, bias=False, fuse_wgrad_accumulation=True)
+    layer = te.Linear(64, 48, bias=False, fuse_wgrad_accumulation=True)
     layer.weight.main_grad = torch.zeros(48, 64)
     run = torch.compile(layer, fullgraph=True, backend=backend) if backend else layer
     expected = torch.zeros(48, 64)
@@ -332,7 +321,7 @@ def test_delayed_weight_gradients_are_the_same_later(kind: str, fused: bool) -> 
         for w in weights if fused else ():
             w.main_grad = torch.zeros_like(w).detach()
         for x in batches():
-            with autocast(recipe=recipe("mxfp8")):
+            with te.autocast(recipe=te.recipe("mxfp8")):
                 y = call(layer, x)
             y.backward(torch.linspace(-1, 1, y.numel()).view(y.shape))
         if later:
@@ -344,13 +333,13 @@ def test_delayed_weight_gradients_are_the_same_later(kind: str, fused: bool) -> 
 
 
 def test_backward_dw_does_nothing_where_nothing_was_left_out() -> None:
-    layer = Linear(8, 8)
+    layer = te.Linear(8, 8)
     layer(torch.randn(2, 8)).sum().backward()
     gradient = layer.weight.grad.clone()
     layer.register_wgrad_accumulation_and_reduce_hooks(lambda: pytest.fail("there is no gradient to wait for"))
     layer.backward_dw()
     assert torch.equal(layer.weight.grad, gradient) and not layer.need_backward_dw()
-    assert Linear(8, 8, delay_wgrad_compute=True).backward_dw() is None
+    assert te.Linear(8, 8, delay_wgrad_compute=True).backward_dw() is None
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -358,7 +347,7 @@ def test_saving_the_original_input_changes_memory_and_no_number(name: str) -> No
     results, kept = [], []
     for save in (False, True):
         torch.manual_seed(0)
-        layer = Linear(256, 64, bias=False, save_original_input=save)
+        layer = te.Linear(256, 64, bias=False, save_original_input=save)
         x = torch.randn(128, 256).requires_grad_()
         dtypes: list[torch.dtype] = []
 
@@ -367,7 +356,7 @@ def test_saving_the_original_input_changes_memory_and_no_number(name: str) -> No
                 seen.append(tensor.dtype)
             return tensor
 
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), autocast(recipe=fresh(name)):
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), te.autocast(recipe=fresh(name)):
             y = layer(x)
         y.backward(torch.linspace(-1, 1, y.numel()).view(y.shape))
         results.append([y.detach(), x.grad, layer.weight.grad])
@@ -379,10 +368,10 @@ def test_saving_the_original_input_changes_memory_and_no_number(name: str) -> No
 
 def test_the_value_before_quantization_can_be_kept() -> None:
     torch.manual_seed(0)
-    plain = Linear(32, 32)
+    plain = te.Linear(32, 32)
     torch.manual_seed(0)
-    with quantized_model_init(recipe=recipe("mxfp8"), preserve_high_precision_init_val=True):
-        layer = Linear(32, 32)
+    with te.quantized_model_init(recipe=te.recipe("mxfp8"), preserve_high_precision_init_val=True):
+        layer = te.Linear(32, 32)
     assert torch.equal(layer.weight.get_high_precision_init_val(), plain.weight)
     layer.weight.clear_high_precision_init_val()
     assert layer.weight.get_high_precision_init_val() is None
@@ -390,8 +379,8 @@ def test_the_value_before_quantization_can_be_kept() -> None:
 
 def test_nothing_is_kept_of_weights_on_the_meta_device() -> None:
     """They have no values yet; those of `reset_parameters` are quantized like any that are written later."""
-    with quantized_model_init(recipe=recipe("mxfp8"), preserve_high_precision_init_val=True):
-        layer = Linear(32, 32, device="meta")
+    with te.quantized_model_init(recipe=te.recipe("mxfp8"), preserve_high_precision_init_val=True):
+        layer = te.Linear(32, 32, device="meta")
     assert layer.weight.is_meta and not hasattr(layer.weight, "get_high_precision_init_val")
     layer.to_empty(device="cpu").reset_parameters()
     assert torch.count_nonzero(layer(torch.randn(4, 32))) > 0
@@ -405,7 +394,7 @@ def test_a_kept_weight_stays_where_the_flag_says_so(kind: str, name: str) -> Non
     layer, x = BUILD[kind]().eval(), batches()[0]  # eval: delayed scaling keeps its scales
 
     def run(first: bool | None, noop: Tensor | None = None) -> Tensor:
-        with torch.no_grad(), autocast(recipe=fresh(name)), microbatch(first, noop=noop):
+        with torch.no_grad(), te.autocast(recipe=fresh(name)), te.microbatch(first, noop=noop):
             return call(layer, x)
 
     before = run(True, torch.tensor(1.0))  # nothing was kept: the flag has nothing to keep
@@ -415,20 +404,18 @@ def test_a_kept_weight_stays_where_the_flag_says_so(kind: str, name: str) -> Non
     after = run(None)
     assert not torch.equal(after, before)
     for noop in (torch.tensor(1.0), torch.tensor([True]), torch.tensor(3)):
-        assert torch.equal(run(True, noop), before)
-        assert torch.equal(run(False), before)
-    assert torch.equal(run(True, torch.tensor(0.0)), after)
-    assert torch.equal(run(False), after)
+        assert torch.equal(run(True, noop), before) and torch.equal(run(False), before)
+    assert torch.equal(run(True, torch.tensor(0.0)), after) and torch.equal(run(False), after)
 
 
 def test_the_flag_serves_a_whole_model_and_pending_backward_passes() -> None:
-    layer = Linear(64, 48, bias=False)
+    layer = te.Linear(64, 48, bias=False)
     x = batches()[0].requires_grad_()
 
     def cached(noop: Tensor | None) -> Tensor:
-        with autocast(recipe=recipe("mxfp8")):
-            cache_weights(layer, noop=noop)
-            with microbatch(first=False):
+        with te.autocast(recipe=te.recipe("mxfp8")):
+            te.cache_weights(layer, noop=noop)
+            with te.microbatch(first=False):
                 return layer(x)
 
     first = cached(None)
@@ -443,12 +430,15 @@ def test_the_flag_serves_a_whole_model_and_pending_backward_passes() -> None:
 def test_the_flag_needs_the_first_micro_batch_and_the_same_recipe() -> None:
     for first in (False, None):
         with pytest.raises(ValueError, match=f"noop is for the first micro-batch, which quantizes; first is {first}"):
-            microbatch(first, noop=torch.zeros(()))
-    layer = Linear(64, 48)
-    with autocast(recipe=recipe("mxfp8")):
-        cache_weights(layer)
-    with autocast(recipe=recipe("block")), pytest.raises(ValueError, match="without noop, after a change of recipe"):
-        cache_weights(layer, noop=torch.zeros(()))
+            te.microbatch(first, noop=torch.zeros(()))
+    layer = te.Linear(64, 48)
+    with te.autocast(recipe=te.recipe("mxfp8")):
+        te.cache_weights(layer)
+    with (
+        te.autocast(recipe=te.recipe("block")),
+        pytest.raises(ValueError, match="without noop, after a change of recipe"),
+    ):
+        te.cache_weights(layer, noop=torch.zeros(()))
 
 
 @pytest.mark.parametrize("kind", BUILD)
@@ -459,8 +449,8 @@ def test_kept_weights_go_where_the_module_goes(kind: str) -> None:
         return [value for name, value in vars(layer).items() if name.startswith("weight_cache")]
 
     def cache() -> None:
-        with autocast(recipe=recipe("mxfp8")):
-            cache_weights(layer)
+        with te.autocast(recipe=te.recipe("mxfp8")):
+            te.cache_weights(layer)
 
     cache()
     before = kept()
@@ -475,9 +465,9 @@ def test_kept_weights_go_where_the_module_goes(kind: str) -> None:
 
 @pytest.mark.gpu
 def test_kept_weights_follow_to_the_accelerator() -> None:
-    layer = Linear(64, 64)
-    with autocast(recipe=recipe("mxfp8")):
-        cache_weights(layer)
+    layer = te.Linear(64, 64)
+    with te.autocast(recipe=te.recipe("mxfp8")):
+        te.cache_weights(layer)
         layer.cuda()
         y = layer(torch.randn(32, 64, device="cuda"), is_first_microbatch=False)
     assert y.device.type == "cuda"

@@ -9,36 +9,14 @@ import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounter
 
-from te_models.layers import (
-    CustomRecipe,
-    DelayedScaling,
-    Float8BlockScaling,
-    Float8CurrentScalingQuantizer,
-    Float8Tensor,
-    HybridQuantizer,
-    IdentityQuantizer,
-    Linear,
-    MXFP8BlockScaling,
-    MXFP8Quantizer,
-    MXFP8Tensor,
-    PerModuleRecipe,
-    QuantizedTensor,
-    QuantizerRole,
-    autocast,
-    current_recipe,
-    first_last_layers_bf16,
-    name_modules,
-    quantized_model_init,
-    recipe_report,
-    store_weights,
-)
+import te_models.layers as te
 from te_models.layers.recipe.per_module import matches_pattern
 from te_models.model import GPTModel
 from tests.build import VOCAB, tiny
 
-MIXED = PerModuleRecipe(
-    default=MXFP8BlockScaling(),
-    rules=(("*.layers.0.*", "bf16"), ("*linear_proj", Float8BlockScaling()), ("*proj", "bf16")),
+MIXED = te.PerModuleRecipe(
+    default=te.MXFP8BlockScaling(),
+    rules=(("*.layers.0.*", "bf16"), ("*linear_proj", te.Float8BlockScaling()), ("*proj", "bf16")),
 )
 
 
@@ -63,8 +41,8 @@ def test_patterns_are_globs(pattern: str, name: str, expected: bool) -> None:
 
 
 def named_pair() -> nn.Sequential:
-    layers = nn.Sequential(Linear(32, 32), Linear(32, 32))
-    name_modules(layers)
+    layers = nn.Sequential(te.Linear(32, 32), te.Linear(32, 32))
+    te.name_modules(layers)
     return layers
 
 
@@ -75,41 +53,41 @@ def test_a_compiled_model_follows_its_globs() -> None:
     run = torch.compile(layers, fullgraph=True, backend=counter)
     for _ in range(2):  # a new equal recipe costs nothing
         for pattern, graphs in (("[0]", {"0": "bf16", "1": "mxfp8"}), ("[!0]", {"0": "mxfp8", "1": "bf16"})):
-            with autocast(recipe=PerModuleRecipe(default=MXFP8BlockScaling(), rules=((pattern, "bf16"),))):
+            with te.autocast(recipe=te.PerModuleRecipe(default=te.MXFP8BlockScaling(), rules=((pattern, "bf16"),))):
                 run(torch.randn(2, 32))
                 run(torch.randn(2, 32))
-            assert recipe_report(layers).ran == graphs
+            assert te.recipe_report(layers).ran == graphs
     assert counter.frame_count == 2
 
 
 def test_a_layer_without_a_name_is_refused_where_there_are_rules() -> None:
-    layers = nn.Sequential(Linear(32, 32), Linear(32, 32))
-    named = nn.Sequential(Linear(32, 32), Linear(32, 32))
-    name_modules(named)  # a rule for no layer would warn, where layers of other tests are alive
-    rules = PerModuleRecipe(default=MXFP8BlockScaling(), rules=(("0", "bf16"), ("1", "bf16")))
+    layers = nn.Sequential(te.Linear(32, 32), te.Linear(32, 32))
+    named = nn.Sequential(te.Linear(32, 32), te.Linear(32, 32))
+    te.name_modules(named)  # a rule for no layer would warn, where layers of other tests are alive
+    rules = te.PerModuleRecipe(default=te.MXFP8BlockScaling(), rules=(("0", "bf16"), ("1", "bf16")))
     with (
-        autocast(recipe=rules),
+        te.autocast(recipe=rules),
         pytest.raises(ValueError, match=r"has none: pass name=.* or call name_modules\(model\)"),
     ):
         layers(torch.randn(2, 32))
-    with autocast(recipe=PerModuleRecipe(default=MXFP8BlockScaling())):
+    with te.autocast(recipe=te.PerModuleRecipe(default=te.MXFP8BlockScaling())):
         layers(torch.randn(2, 32))
-    assert recipe_report(layers).ran == {"0": "mxfp8", "1": "mxfp8"}
-    name_modules(layers)
-    with autocast(recipe=rules):
+    assert te.recipe_report(layers).ran == {"0": "mxfp8", "1": "mxfp8"}
+    te.name_modules(layers)
+    with te.autocast(recipe=rules):
         layers(torch.randn(2, 32))
-    assert recipe_report(layers).ran == {"0": "bf16", "1": "bf16"}
+    assert te.recipe_report(layers).ran == {"0": "bf16", "1": "bf16"}
 
 
-def rules_with(pattern: str) -> PerModuleRecipe:
-    return PerModuleRecipe(default=MXFP8BlockScaling(), rules=(("*.test_0", "bf16"), (pattern, "bf16")))
+def rules_with(pattern: str) -> te.PerModuleRecipe:
+    return te.PerModuleRecipe(default=te.MXFP8BlockScaling(), rules=(("*.test_0", "bf16"), (pattern, "bf16")))
 
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_pattern_that_matches_no_layer_warns_once(compiled: bool) -> None:
     torch._dynamo.reset()
-    layers = nn.ModuleDict({f"test_{i}": Linear(32, 32) for i in range(2)})
-    name_modules(nn.ModuleDict({"warned": layers}))
+    layers = nn.ModuleDict({f"test_{i}": te.Linear(32, 32) for i in range(2)})
+    te.name_modules(nn.ModuleDict({"warned": layers}))
     typo = f"*.tset_{int(compiled)}"
 
     def both(x: torch.Tensor) -> torch.Tensor:
@@ -118,30 +96,32 @@ def test_a_pattern_that_matches_no_layer_warns_once(compiled: bool) -> None:
     run = torch.compile(both, fullgraph=True, backend="eager") if compiled else both
     with pytest.warns(UserWarning, match=rf"the rule for '{re.escape(typo)}' .* matches none of the \d+ named") as said:
         for _ in range(2):
-            with autocast(recipe=rules_with(typo)):
+            with te.autocast(recipe=rules_with(typo)):
                 run(torch.randn(2, 32))
     assert len(said) == 1
 
 
 def test_a_warning_turned_error_leaves_no_recipe_in_force() -> None:
-    layer = Linear(16, 16, name="here")
-    rules = PerModuleRecipe(default=MXFP8BlockScaling(), rules=(("*.raised", "bf16"),))
-    with pytest.raises(UserWarning, match="matches none of the"), autocast(recipe=rules):  # pytest makes it an error
+    layer = te.Linear(16, 16, name="here")
+    rules = te.PerModuleRecipe(default=te.MXFP8BlockScaling(), rules=(("*.raised", "bf16"),))
+    with pytest.raises(UserWarning, match="matches none of the"), te.autocast(recipe=rules):  # pytest makes it an error
         layer(torch.randn(2, 16))
-    assert current_recipe() is None
+    assert te.current_recipe() is None
 
 
 def test_storing_weights_warns_of_a_pattern_that_matches_no_layer() -> None:
     with pytest.warns(
         UserWarning, match=r"the rule for '\*\.stored' .* matches none of the 2 named layers, such as '0'"
     ):
-        store_weights(named_pair(), PerModuleRecipe(default=MXFP8BlockScaling(), rules=(("*.stored", "bf16"),)))
+        te.store_weights(
+            named_pair(), te.PerModuleRecipe(default=te.MXFP8BlockScaling(), rules=(("*.stored", "bf16"),))
+        )
 
 
 def test_the_first_matching_rule_decides() -> None:
     assert MIXED.for_module("decoder.layers.0.attention.linear_proj") is None
-    assert MIXED.for_module("decoder.layers.1.attention.linear_proj") == Float8BlockScaling()
-    assert MIXED.for_module("decoder.layers.1.mlp.linear_fc1") == MXFP8BlockScaling()
+    assert MIXED.for_module("decoder.layers.1.attention.linear_proj") == te.Float8BlockScaling()
+    assert MIXED.for_module("decoder.layers.1.mlp.linear_fc1") == te.MXFP8BlockScaling()
 
 
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
@@ -155,10 +135,10 @@ def test_a_model_runs_and_reports_each_layer_as_asked(compiled: bool) -> None:
         return model(ids, labels=ids, return_logits=False).loss
 
     function = torch.compile(loss, fullgraph=True) if compiled else loss
-    assert recipe_report(model).asked == {}
-    with autocast(recipe=MIXED):
+    assert te.recipe_report(model).asked == {}
+    with te.autocast(recipe=MIXED):
         function(ids).backward()
-    report = recipe_report(model)
+    report = te.recipe_report(model)
     assert set(report.asked.values()) == {"per_module"}
     ran = {name: recipe for name, recipe in report.ran.items() if ".layers.1." in name}
     assert {recipe for name, recipe in ran.items() if name.endswith("linear_proj")} == {"block"}
@@ -167,78 +147,77 @@ def test_a_model_runs_and_reports_each_layer_as_asked(compiled: bool) -> None:
     assert report.layers_asked() == {"per_module": 8}
     assert report.layers_run() == {"bf16": 4, "mxfp8": 3, "block": 1}
     function(ids)
-    assert recipe_report(model).layers_asked() == {"none": 8}
+    assert te.recipe_report(model).layers_asked() == {"none": 8}
 
 
 def test_a_layer_named_bf16_computes_as_without_a_recipe() -> None:
     torch.manual_seed(0)
-    layers = nn.ModuleDict({"kept": Linear(64, 32, bias=False), "other": Linear(64, 32, bias=False)})
-    name_modules(layers)
+    layers = nn.ModuleDict({"kept": te.Linear(64, 32, bias=False), "other": te.Linear(64, 32, bias=False)})
+    te.name_modules(layers)
     x = torch.randn(4, 64)
-    with autocast(recipe=PerModuleRecipe(default=MXFP8BlockScaling(), rules=(("kept", "bf16"),))):
+    with te.autocast(recipe=te.PerModuleRecipe(default=te.MXFP8BlockScaling(), rules=(("kept", "bf16"),))):
         kept, other = layers["kept"](x), layers["other"](x)
-    assert torch.equal(kept, layers["kept"](x))
-    assert not torch.equal(other, layers["other"](x))
+    assert torch.equal(kept, layers["kept"](x)) and not torch.equal(other, layers["other"](x))
 
 
 def test_ends_of_the_decoder_in_high_precision() -> None:
-    chosen = first_last_layers_bf16(MXFP8BlockScaling(), 12, first=1, last=2)
+    chosen = te.first_last_layers_bf16(te.MXFP8BlockScaling(), 12, first=1, last=2)
     names = [f"decoder.layers.{i}.mlp.linear_fc1" for i in range(12)]
     assert [i for i, name in enumerate(names) if chosen.for_module(name) is None] == [0, 10, 11]
     with pytest.raises(ValueError, match="first=2 and last=1 layers of a model with 2"):
-        first_last_layers_bf16(MXFP8BlockScaling(), 2, first=2)
+        te.first_last_layers_bf16(te.MXFP8BlockScaling(), 2, first=2)
 
 
 def test_weights_are_stored_as_the_names_say() -> None:
-    with quantized_model_init(recipe=MIXED):
+    with te.quantized_model_init(recipe=MIXED):
         model = GPTModel(tiny())
-    kinds = {name: type(module.weight.data) for name, module in model.named_modules() if isinstance(module, Linear)}
-    assert not issubclass(kinds["decoder.layers.0.mlp.linear_fc2"], QuantizedTensor)
-    assert kinds["decoder.layers.1.mlp.linear_fc2"] is MXFP8Tensor
+    kinds = {name: type(module.weight.data) for name, module in model.named_modules() if isinstance(module, te.Linear)}
+    assert not issubclass(kinds["decoder.layers.0.mlp.linear_fc2"], te.QuantizedTensor)
+    assert kinds["decoder.layers.1.mlp.linear_fc2"] is te.MXFP8Tensor
     with (
-        quantized_model_init(recipe=MIXED),
+        te.quantized_model_init(recipe=MIXED),
         pytest.raises(ValueError, match="chooses by name, and this Linear has none"),
     ):
-        Linear(8, 8)
-    layer = Linear(32, 32, name="a.proj")
-    store_weights(layer, PerModuleRecipe(default=DelayedScaling()))
-    assert isinstance(layer.weight.data, Float8Tensor)
+        te.Linear(8, 8)
+    layer = te.Linear(32, 32, name="a.proj")
+    te.store_weights(layer, te.PerModuleRecipe(default=te.DelayedScaling()))
+    assert isinstance(layer.weight.data, te.Float8Tensor)
 
 
 def test_unusable_rules_are_refused() -> None:
     with pytest.raises(ValueError, match=r"the pattern 'layers.\{0,1\}' is not supported"):
-        PerModuleRecipe(default=MXFP8BlockScaling(), rules=(("layers.{0,1}", "bf16"),))
+        te.PerModuleRecipe(default=te.MXFP8BlockScaling(), rules=(("layers.{0,1}", "bf16"),))
     with pytest.raises(ValueError, match="the rule for 'a' names 'fp16'; allowed: a recipe, or 'bf16'"):
-        PerModuleRecipe(default=MXFP8BlockScaling(), rules=(("a", "fp16"),))  # type: ignore[arg-type]
+        te.PerModuleRecipe(default=te.MXFP8BlockScaling(), rules=(("a", "fp16"),))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="default is 'mxfp8'; allowed: a recipe"):
-        PerModuleRecipe(default="mxfp8")  # type: ignore[arg-type]
+        te.PerModuleRecipe(default="mxfp8")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="cannot contain another one"):
-        PerModuleRecipe(default=MIXED)
+        te.PerModuleRecipe(default=MIXED)
 
 
-def by_role(role: QuantizerRole):
+def by_role(role: te.QuantizerRole):
     if role.tensor_type == "grad_output":
-        return HybridQuantizer(
-            rowwise_quantizer=Float8CurrentScalingQuantizer(fp8_dtype=torch.float8_e5m2),
-            columnwise_quantizer=MXFP8Quantizer(),
+        return te.HybridQuantizer(
+            rowwise_quantizer=te.Float8CurrentScalingQuantizer(fp8_dtype=torch.float8_e5m2),
+            columnwise_quantizer=te.MXFP8Quantizer(),
         )
-    return IdentityQuantizer() if role.tensor_type == "weight" else MXFP8Quantizer()
+    return te.IdentityQuantizer() if role.tensor_type == "weight" else te.MXFP8Quantizer()
 
 
 def test_a_custom_recipe_gives_each_operand_its_format() -> None:
     torch.manual_seed(0)
-    layer = Linear(64, 32, bias=False, name="here")
+    layer = te.Linear(64, 32, bias=False, name="here")
     x, dy = torch.randn(32, 64, requires_grad=True), torch.randn(32, 32)
-    seen: list[QuantizerRole] = []
+    seen: list[te.QuantizerRole] = []
 
-    def factory(role: QuantizerRole):
+    def factory(role: te.QuantizerRole):
         seen.append(role)
         return by_role(role)
 
-    with autocast(recipe=CustomRecipe(qfactory=factory)):
+    with te.autocast(recipe=te.CustomRecipe(qfactory=factory)):
         y = layer(x)
     y.backward(dy)
-    roles = [QuantizerRole("linear", tensor, "here", "Linear") for tensor in ("input", "weight", "grad_output")]
+    roles = [te.QuantizerRole("linear", tensor, "here", "Linear") for tensor in ("input", "weight", "grad_output")]
     assert [role for role in seen if role.name == "here"] == roles
 
     def through(quantizer, tensor: torch.Tensor, usage: str) -> torch.Tensor:
@@ -246,18 +225,18 @@ def test_a_custom_recipe_gives_each_operand_its_format() -> None:
         return operand.values if operand.scale is None else operand.values * operand.scale
 
     w, plain = layer.weight.detach(), x.detach()
-    torch.testing.assert_close(y.detach(), through(MXFP8Quantizer(), plain, "rowwise") @ w.t())
-    e5m2 = Float8CurrentScalingQuantizer(fp8_dtype=torch.float8_e5m2)
+    torch.testing.assert_close(y.detach(), through(te.MXFP8Quantizer(), plain, "rowwise") @ w.t())
+    e5m2 = te.Float8CurrentScalingQuantizer(fp8_dtype=torch.float8_e5m2)
     torch.testing.assert_close(x.grad, through(e5m2, dy, "rowwise") @ w)
-    expected = through(MXFP8Quantizer(), dy, "columnwise").t() @ through(MXFP8Quantizer(), plain, "columnwise")
+    expected = through(te.MXFP8Quantizer(), dy, "columnwise").t() @ through(te.MXFP8Quantizer(), plain, "columnwise")
     torch.testing.assert_close(layer.weight.grad, expected)
 
 
 def test_a_factory_must_return_quantizers() -> None:
     with (
-        autocast(recipe=CustomRecipe(qfactory=lambda role: "mxfp8")),
+        te.autocast(recipe=te.CustomRecipe(qfactory=lambda role: "mxfp8")),
         pytest.raises(TypeError, match="returned 'mxfp8'"),
     ):
-        Linear(8, 8)(torch.randn(2, 8))
+        te.Linear(8, 8)(torch.randn(2, 8))
     with pytest.raises(TypeError, match="no JSON form"):
-        CustomRecipe(qfactory=by_role).to_json()
+        te.CustomRecipe(qfactory=by_role).to_json()

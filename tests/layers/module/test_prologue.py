@@ -7,17 +7,8 @@ import dataclasses
 import pytest
 import torch
 
+import te_models.layers as te
 from te_models.kernels.quantize import QuantizedOutput
-from te_models.layers import (
-    LayerNormLinear,
-    LayerNormMLP,
-    Linear,
-    MXFP8BlockScaling,
-    autocast,
-    collect_statistics,
-    ops,
-    recipe,
-)
 from te_models.layers.gemm import autograd as dense
 from te_models.layers.gemm import product as gemm_operand
 from te_models.layers.quantizer import MXFP8Quantizer
@@ -26,17 +17,17 @@ from tests.layers.te.ops.steps import NAMES, assert_equal, step
 FUSED = {"delayed", "block", "mxfp8"}
 """Recipes whose activations an operation can quantize as its last step."""
 MODULES = {
-    "layer_norm": lambda: LayerNormLinear(96, 64),
-    "rms_norm": lambda: LayerNormLinear(96, 64, normalization="RMSNorm", zero_centered_gamma=True, bias=False),
-    "no_weight": lambda: LayerNormLinear(96, 64, normalization="RMSNorm", norm_weight=False),
-    "swiglu": lambda: LayerNormMLP(96, 64, normalization="RMSNorm", activation="swiglu"),
-    "gelu": lambda: LayerNormMLP(96, 64),
-    "storing": lambda: _storing_in_fp8(LayerNormMLP(96, 64, normalization="RMSNorm", activation="swiglu")),
+    "layer_norm": lambda: te.LayerNormLinear(96, 64),
+    "rms_norm": lambda: te.LayerNormLinear(96, 64, normalization="RMSNorm", zero_centered_gamma=True, bias=False),
+    "no_weight": lambda: te.LayerNormLinear(96, 64, normalization="RMSNorm", norm_weight=False),
+    "swiglu": lambda: te.LayerNormMLP(96, 64, normalization="RMSNorm", activation="swiglu"),
+    "gelu": lambda: te.LayerNormMLP(96, 64),
+    "storing": lambda: _storing_in_fp8(te.LayerNormMLP(96, 64, normalization="RMSNorm", activation="swiglu")),
 }
 OUTPUTS = {"layer_norm": 1, "rms_norm": 1, "no_weight": 1, "swiglu": 2, "gelu": 2, "storing": 2}
 
 
-def _storing_in_fp8(module: LayerNormMLP) -> LayerNormMLP:
+def _storing_in_fp8(module: te.LayerNormMLP) -> te.LayerNormMLP:
     module._act = dataclasses.replace(module._act, fp8_input_store=True)
     return module
 
@@ -79,7 +70,7 @@ def test_no_bit_changes(kind: str, name: str | None, fused: list, monkeypatch: p
 @pytest.mark.parametrize("kind", MODULES)
 def test_only_copies_that_are_used_are_made(kind: str, fused: list) -> None:
     module, x = module_of(kind), torch.randn(5, 96)
-    with autocast(recipe=recipe("mxfp8")):
+    with te.autocast(recipe=te.recipe("mxfp8")):
         with torch.no_grad():
             first = module(x)
         assert fused == [False] * OUTPUTS[kind]
@@ -90,10 +81,10 @@ def test_only_copies_that_are_used_are_made(kind: str, fused: list) -> None:
 
 def test_statistics_and_calibration_see_the_values_before_quantization(fused: list) -> None:
     module, x = module_of("swiglu"), torch.randn(32, 96)
-    with collect_statistics(), autocast(recipe=recipe("mxfp8")):
+    with te.collect_statistics(), te.autocast(recipe=te.recipe("mxfp8")):
         module(x)
     assert not fused and module.fp8_statistics.any()
-    with autocast(enabled=False, calibrating=True, recipe=recipe("delayed")):
+    with te.autocast(enabled=False, calibrating=True, recipe=te.recipe("delayed")):
         module(x)
     assert not fused and (module.fp8_scale != 1).any()
 
@@ -113,11 +104,11 @@ def test_the_compiler_traces_the_path_of_an_accelerator(kind: str, name: str, gr
     torch._dynamo.reset()
     torch.manual_seed(0)
     others = {
-        "linear": lambda: Linear(96, 64),
-        "operations": lambda: ops.Sequential(ops.RMSNorm(96), ops.Linear(96, 64)),
+        "linear": lambda: te.Linear(96, 64),
+        "operations": lambda: te.ops.Sequential(te.ops.RMSNorm(96), te.ops.Linear(96, 64)),
     }
     module, x = (MODULES | others)[kind](), torch.randn(32, 96)
-    with torch.set_grad_enabled(grad), autocast(recipe=recipe(name)):
+    with torch.set_grad_enabled(grad), te.autocast(recipe=te.recipe(name)):
         compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
         expected, found = module(x), compiled(x)
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
@@ -156,7 +147,7 @@ def test_without_gradients_no_copy_for_the_backward_pass_is_made(
         return quantize_fields(self, x, *arguments)
 
     monkeypatch.setattr(MXFP8Quantizer, "quantize_fields", spy)
-    module = Linear(96, 64) if kind == "linear" else module_of(kind)
-    with torch.no_grad(), autocast(recipe=MXFP8BlockScaling()):
+    module = te.Linear(96, 64) if kind == "linear" else module_of(kind)
+    with torch.no_grad(), te.autocast(recipe=te.MXFP8BlockScaling()):
         module(torch.randn(5, 96))
     assert not asked and not any(fused)

@@ -53,8 +53,7 @@ def test_a_second_derivative_is_refused(name: str, recipe_name: str) -> None:
     "chosen", [None, recipe("mxfp8", backward_override="high_precision")], ids=["bf16", "override"]
 )
 def test_high_precision_has_one(chosen: Recipe | None) -> None:
-    x = torch.randn(8, 32, requires_grad=True)
-    layer, found = gradient("Linear", chosen, x, create_graph=True)
+    layer, found = gradient("Linear", chosen, torch.randn(8, 32, requires_grad=True), create_graph=True)
     found.square().sum().backward()
     assert layer.weight.grad.abs().sum() > 0
 

@@ -9,31 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from te_models.layers import (
-    DelayedScaling,
-    Float8BlockQuantizer,
-    Float8CurrentScaling,
-    Float8CurrentScalingQuantizer,
-    Float8Quantizer,
-    GroupedLinear,
-    HybridQuantizer,
-    IdentityQuantizer,
-    LayerNormMLP,
-    Linear,
-    MXFP8Quantizer,
-    NVFP4BlockScaling,
-    NVFP4Quantizer,
-    Quantizer,
-    autocast,
-    cache_weights,
-    collect_statistics,
-    microbatch,
-    ops,
-    quantization_statistics,
-    quantized_model_init,
-    recipe,
-    set_rounding_seed,
-)
+import te_models.layers as te
 from te_models.layers.quantizer.group_offsets import GroupOffsets
 
 
@@ -46,14 +22,14 @@ def fp8(values: np.ndarray, dtype: torch.dtype) -> np.ndarray:
 def test_they_are_those_of_the_operands(backend: str | None) -> None:
     torch._dynamo.reset()
     torch.manual_seed(0)
-    layer = Linear(64, 32, bias=False)
+    layer = te.Linear(64, 32, bias=False)
     run = torch.compile(layer, fullgraph=True, backend=backend) if backend else layer
     x, dy = torch.randn(16, 64), torch.randn(16, 32)
     x[0, :4] = torch.tensor([1e-8, -1e-8, 0.0, 40.0])  # two underflows, one zero that is none, the maximum
-    with autocast(recipe=Float8CurrentScaling()), collect_statistics():
+    with te.autocast(recipe=te.Float8CurrentScaling()), te.collect_statistics():
         y = run(x)
     y.backward(dy)
-    found = quantization_statistics(layer)
+    found = te.quantization_statistics(layer)
     assert set(found) == {"input", "weight", "grad_output"}
     for role, tensor, dtype in (
         ("input", x, torch.float8_e4m3fn),
@@ -74,50 +50,50 @@ def test_they_are_those_of_the_operands(backend: str | None) -> None:
 
 
 def test_an_old_scale_saturates() -> None:
-    layer = Linear(64, 32, bias=False)
+    layer = te.Linear(64, 32, bias=False)
     for size in (1.0, 100.0):
-        with autocast(recipe=DelayedScaling()), collect_statistics():
+        with te.autocast(recipe=te.DelayedScaling()), te.collect_statistics():
             layer(torch.full((4, 64), size))
-    assert quantization_statistics(layer)["input"]["saturation"] == 1.0
-    assert quantization_statistics(layer)["input"]["amax"] == 100.0
+    assert te.quantization_statistics(layer)["input"]["saturation"] == 1.0
+    assert te.quantization_statistics(layer)["input"]["amax"] == 100.0
 
 
 def test_grouped_rows_are_judged_by_their_own_scales() -> None:
-    layer = GroupedLinear(2, 32, 16, bias=False)
+    layer = te.GroupedLinear(2, 32, 16, bias=False)
     x = torch.cat((torch.full((3, 32), 1.0), torch.full((5, 32), 50.0)))
     for _ in range(2):
-        with autocast(recipe=DelayedScaling()), collect_statistics():
+        with te.autocast(recipe=te.DelayedScaling()), te.collect_statistics():
             layer(x, torch.tensor([3, 5]))
-    found = quantization_statistics(layer)["input"]
+    found = te.quantization_statistics(layer)["input"]
     assert (found["amax"], found["saturation"]) == (50.0, 0.0)
     assert found["scale_min"] == pytest.approx(448 / 50) and found["scale_max"] == pytest.approx(448)
 
 
 def test_experts_are_not_judged_by_the_scale_of_all() -> None:
     """Rows of 1e-6 beside rows of 5000: under one scale for both, the small ones would all become zero."""
-    layer = GroupedLinear(2, 32, 16, bias=False)
+    layer = te.GroupedLinear(2, 32, 16, bias=False)
     x = torch.cat((torch.full((24, 32), 1e-6), torch.full((40, 32), 5000.0)))
     for name in ("current", "nvfp4"):
-        with autocast(recipe=recipe(name)), collect_statistics():
+        with te.autocast(recipe=te.recipe(name)), te.collect_statistics():
             y = layer(x, torch.tensor([24, 40]))
         y.backward(x[:, :16])
         for role in ("input", "grad_output"):
-            found = quantization_statistics(layer)[role]
+            found = te.quantization_statistics(layer)[role]
             assert found["amax"] == 5000 and found["underflow"] == 0, (name, role, found)
             assert found["scale_max"] > 1e8 * found["scale_min"]
 
 
-ROWS: dict[str, Quantizer | Float8Quantizer] = {
-    "float8": Float8CurrentScalingQuantizer(fp8_dtype=torch.float8_e5m2),
-    "float8_block": Float8BlockQuantizer(block_scaling_dim=1, force_pow_2_scales=False),
-    "float8_block_2d": Float8BlockQuantizer(),
-    "mxfp8": MXFP8Quantizer(),
-    "mxfp8_2d": MXFP8Quantizer(two_dimensional=True),
-    "nvfp4": NVFP4Quantizer(with_rht=True),
-    "nvfp4_2d": NVFP4Quantizer(with_2d_quantization=True),
-    "identity": IdentityQuantizer(),
-    "hybrid": HybridQuantizer(rowwise_quantizer=MXFP8Quantizer(two_dimensional=True)),
-    "live": Float8Quantizer(torch.tensor([2.0, 3.0, 50.0, 1e-3]), None, torch.float8_e4m3fn),
+ROWS: dict[str, te.Quantizer | te.Float8Quantizer] = {
+    "float8": te.Float8CurrentScalingQuantizer(fp8_dtype=torch.float8_e5m2),
+    "float8_block": te.Float8BlockQuantizer(block_scaling_dim=1, force_pow_2_scales=False),
+    "float8_block_2d": te.Float8BlockQuantizer(),
+    "mxfp8": te.MXFP8Quantizer(),
+    "mxfp8_2d": te.MXFP8Quantizer(two_dimensional=True),
+    "nvfp4": te.NVFP4Quantizer(with_rht=True),
+    "nvfp4_2d": te.NVFP4Quantizer(with_2d_quantization=True),
+    "identity": te.IdentityQuantizer(),
+    "hybrid": te.HybridQuantizer(rowwise_quantizer=te.MXFP8Quantizer(two_dimensional=True)),
+    "live": te.Float8Quantizer(torch.tensor([2.0, 3.0, 50.0, 1e-3]), None, torch.float8_e4m3fn),
 }
 
 
@@ -132,7 +108,7 @@ def test_statistics_of_groups_are_those_of_each_groups_rows(name: str, splits: l
     parts = [(i, part) for i, part in enumerate(x[: sum(splits)].split(splits)) if len(part)]
     own = []
     for i, part in parts:
-        one = Float8Quantizer(quantizer.scale[i], None, quantizer.fp8_dtype) if name == "live" else quantizer
+        one = te.Float8Quantizer(quantizer.scale[i], None, quantizer.fp8_dtype) if name == "live" else quantizer
         own.append({k: v.item() for k, v in one.statistics(part).items()})
     weights = [len(part) for _, part in parts]
     expected = {"amax": 0.0, "scale_min": 1.0, "scale_max": 1.0, "underflow": 0.0, "saturation": 0.0}
@@ -151,11 +127,11 @@ def test_statistics_of_groups_are_those_of_each_groups_rows(name: str, splits: l
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
 @pytest.mark.parametrize("name", ["current", "block", "mxfp8", "nvfp4"])
 def test_what_is_not_finite_is_reported(name: str, value: float) -> None:
-    layer, x = Linear(32, 32), torch.randn(4, 32)
+    layer, x = te.Linear(32, 32), torch.randn(4, 32)
     x[1, 2] = value
-    with autocast(recipe=recipe(name)), collect_statistics():
+    with te.autocast(recipe=te.recipe(name)), te.collect_statistics():
         layer(x).sum().backward()
-    found = quantization_statistics(layer)
+    found = te.quantization_statistics(layer)
     assert set(found) == {"input", "weight", "grad_output"}
     assert found["input"]["amax"] == pytest.approx(value, nan_ok=True)
     assert np.isfinite(found["weight"]["amax"])
@@ -165,41 +141,43 @@ def test_what_is_not_finite_is_reported(name: str, value: float) -> None:
 def test_noting_now_and_then_costs_one_graph() -> None:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    layer = Linear(32, 16)
+    layer = te.Linear(32, 16)
     run = torch.compile(layer, fullgraph=True, backend="aot_eager")
     for size, noting in ((1.0, False), (2.0, True), (3.0, False), (4.0, True), (5.0, False)):
-        with autocast(recipe=Float8CurrentScaling()), collect_statistics(noting):
+        with te.autocast(recipe=te.Float8CurrentScaling()), te.collect_statistics(noting):
             run(torch.full((4, 32), size)).sum().backward()
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
-    assert quantization_statistics(layer)["input"]["amax"] == 4.0
+    assert te.quantization_statistics(layer)["input"]["amax"] == 4.0
     torch._dynamo.reset()
 
 
 def test_evaluation_leaves_no_trace() -> None:
-    layer = LayerNormMLP(32, 48, activation="swiglu").train()
-    with autocast(recipe=recipe("mxfp8")), collect_statistics():
+    layer = te.LayerNormMLP(32, 48, activation="swiglu").train()
+    with te.autocast(recipe=te.recipe("mxfp8")), te.collect_statistics():
         layer(torch.randn(4, 32)).sum().backward()
-        before = quantization_statistics(layer)
+        before = te.quantization_statistics(layer)
         layer.eval()
         y = layer(torch.randn(4, 32) * 100)
     y.sum().backward()
-    assert quantization_statistics(layer) == before
+    assert te.quantization_statistics(layer) == before
 
 
 @pytest.mark.parametrize("name", ["delayed", "nvfp4"])
-@pytest.mark.parametrize("build", [lambda: LayerNormMLP(32, 48), lambda: GroupedLinear(2, 32, 16)], ids=["mlp", "moe"])
+@pytest.mark.parametrize(
+    "build", [lambda: te.LayerNormMLP(32, 48), lambda: te.GroupedLinear(2, 32, 16)], ids=["mlp", "moe"]
+)
 def test_weights_kept_for_a_step_are_noted_where_they_are_quantized(build: Callable[[], nn.Module], name: str) -> None:
     found = []
     for caching in (False, True):
         torch.manual_seed(0)
         layer = build()
-        arguments = (torch.randn(8, 32), *((torch.tensor([3, 5]),) if isinstance(layer, GroupedLinear) else ()))
-        with autocast(recipe=recipe(name)), collect_statistics():
+        arguments = (torch.randn(8, 32), *((torch.tensor([3, 5]),) if isinstance(layer, te.GroupedLinear) else ()))
+        with te.autocast(recipe=te.recipe(name)), te.collect_statistics():
             if caching:
-                cache_weights(layer)
-            with microbatch(False if caching else None):
+                te.cache_weights(layer)
+            with te.microbatch(False if caching else None):
                 layer(*arguments)
-        found.append(quantization_statistics(layer))
+        found.append(te.quantization_statistics(layer))
     assert found[0] == found[1] and any(key.endswith("weight") for key in found[0])
 
 
@@ -208,31 +186,31 @@ def test_noting_them_changes_no_number(name: str) -> None:
     results = []
     for noting in (False, True):
         torch.manual_seed(0)
-        layer = LayerNormMLP(64, 48, activation="swiglu")
-        set_rounding_seed(layer, 1)
+        layer = te.LayerNormMLP(64, 48, activation="swiglu")
+        te.set_rounding_seed(layer, 1)
         for step in range(2):
             x = torch.randn(16, 64, generator=torch.Generator().manual_seed(step)).requires_grad_()
-            with autocast(recipe=recipe(name)), collect_statistics(noting):
+            with te.autocast(recipe=te.recipe(name)), te.collect_statistics(noting):
                 y = layer(x)
             y.square().sum().backward()
         results.append([y.detach(), x.grad, *(p.grad for p in layer.parameters())])
         roles = ("input", "weight", "grad_output")
         names = {f"{gemm}.{role}" for gemm in ("fc1", "fc2") for role in roles}
-        assert set(quantization_statistics(layer)) == (names if noting else set())
+        assert set(te.quantization_statistics(layer)) == (names if noting else set())
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(b, a, rtol=0, atol=0)
 
 
 def test_weights_stored_quantized_have_none() -> None:
-    with quantized_model_init(recipe=NVFP4BlockScaling()):
-        layer = Linear(64, 32)
-    with autocast(recipe=NVFP4BlockScaling()), collect_statistics():
+    with te.quantized_model_init(recipe=te.NVFP4BlockScaling()):
+        layer = te.Linear(64, 32)
+    with te.autocast(recipe=te.NVFP4BlockScaling()), te.collect_statistics():
         layer(torch.randn(4, 64)).sum().backward()
-    assert set(quantization_statistics(layer)) == {"input", "grad_output"}
+    assert set(te.quantization_statistics(layer)) == {"input", "grad_output"}
 
 
 def test_inputs_that_come_quantized_have_none() -> None:
-    model = ops.Sequential(ops.Quantize(), ops.BasicLinear(64, 32))
-    with autocast(recipe=recipe("mxfp8")), collect_statistics():
+    model = te.ops.Sequential(te.ops.Quantize(), te.ops.BasicLinear(64, 32))
+    with te.autocast(recipe=te.recipe("mxfp8")), te.collect_statistics():
         model(torch.randn(4, 64)).sum().backward()
-    assert set(quantization_statistics(model)) == {"1.weight", "1.grad_output"}
+    assert set(te.quantization_statistics(model)) == {"1.weight", "1.grad_output"}

@@ -11,35 +11,14 @@ import torch
 from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from te_models.layers import (
-    GroupedLinear,
-    GroupedRows,
-    GroupedTensor,
-    GroupedTensorStorage,
-    HybridQuantizer,
-    LayerNormLinear,
-    LayerNormMLP,
-    Linear,
-    MXFP8Quantizer,
-    NVFP4BlockScaling,
-    NVFP4Quantizer,
-    NVFP4Tensor,
-    QuantizedModule,
-    QuantizedStorage,
-    QuantizedTensor,
-    Quantizer,
-    autocast,
-    ops,
-    recipe_state,
-    set_rounding_seed,
-)
+import te_models.layers as te
 from tests.compare import raw, same_bits
 from tests.layers import emulation_nvfp4 as em
 
 DRAWS = 1024
 
 
-def draws(quantizer: NVFP4Quantizer, x: torch.Tensor) -> np.ndarray:
+def draws(quantizer: te.NVFP4Quantizer, x: torch.Tensor) -> np.ndarray:
     """x rounded DRAWS times, in float64: [DRAWS, rows, columns]."""
     found = []
     for step in range(DRAWS):
@@ -72,21 +51,19 @@ def test_the_mean_is_the_value() -> None:
         deviation = (high - low) * np.sqrt(probability * (1 - probability) / DRAWS)
         return ((np.abs(rounded).mean(0) - magnitude * scale)[inside]) / deviation[inside]
 
-    rounded = draws(NVFP4Quantizer(stochastic_rounding=True), x)
+    rounded = draws(te.NVFP4Quantizer(stochastic_rounding=True), x)
     assert (np.isclose(np.abs(rounded), low, 1e-6, 0) | np.isclose(np.abs(rounded), high, 1e-6, 0)).all()
     assert np.array_equal(np.signbit(rounded).all(0), np.signbit(exact))
     assert np.allclose(np.abs(rounded[:, clamped]), (6 * scale)[clamped], rtol=1e-6)
     z = z_scores(rounded)
-    assert np.abs(z).max() < 5.5
-    assert abs(z.mean()) < 5 / np.sqrt(z.size)
+    assert np.abs(z).max() < 5.5 and abs(z.mean()) < 5 / np.sqrt(z.size)
     assert abs((z**2).mean() - 1) < 5 * np.sqrt(2 / z.size)
     biased = z_scores(nearest.values[None])
-    assert np.abs(biased).max() > 5.5
-    assert (biased**2).mean() > 10
+    assert np.abs(biased).max() > 5.5 and (biased**2).mean() > 10
 
 
 def test_bits_follow_from_seed_step_and_tensor_alone() -> None:
-    quantizer = NVFP4Quantizer(stochastic_rounding=True)
+    quantizer = te.NVFP4Quantizer(stochastic_rounding=True)
     x = torch.randn(32, 32, generator=torch.Generator().manual_seed(0))
     x = x + x.mT  # so that both copies round the same numbers
 
@@ -107,7 +84,7 @@ KEY = torch.tensor([7, 3])
 SPLITS = torch.tensor([5, 0, 19])
 
 
-def written(empty: QuantizedTensor, x: torch.Tensor, key: torch.Tensor | None) -> QuantizedTensor:
+def written(empty: te.QuantizedTensor, x: torch.Tensor, key: torch.Tensor | None) -> te.QuantizedTensor:
     return empty.quantize_(x, key=key)
 
 
@@ -115,30 +92,30 @@ def written(empty: QuantizedTensor, x: torch.Tensor, key: torch.Tensor | None) -
 WAYS: dict[str, tuple[int, Callable[..., Any]]] = {
     "quantize": (2, lambda q, x, key: q.quantize(x, key)),
     "call": (2, lambda q, x, key: q(x, key=key)),
-    "class": (2, lambda q, x, key: NVFP4Tensor.quantize(x, q, key)),
-    "storage": (2, lambda q, x, key: QuantizedStorage.quantize(x, q, key)),
-    "quantize_": (2, lambda q, x, key: written(NVFP4Tensor.empty(x.shape, q, x.dtype), x, key)),
+    "class": (2, lambda q, x, key: te.NVFP4Tensor.quantize(x, q, key)),
+    "storage": (2, lambda q, x, key: te.QuantizedStorage.quantize(x, q, key)),
+    "quantize_": (2, lambda q, x, key: written(te.NVFP4Tensor.empty(x.shape, q, x.dtype), x, key)),
     "quantize_grouped": (3, lambda q, x, key: q.quantize_grouped(x, key)),
-    "grouped storage": (3, lambda q, x, key: GroupedTensorStorage.quantize(x, q, key=key)),
-    "grouped quantize_": (3, lambda q, x, key: written(GroupedTensor.empty(x.shape, q, x.dtype), x, key)),
-    "rows": (1, lambda q, x, key: GroupedRows.quantize_rows(x, SPLITS, q, key)),
+    "grouped storage": (3, lambda q, x, key: te.GroupedTensorStorage.quantize(x, q, key=key)),
+    "grouped quantize_": (3, lambda q, x, key: written(te.GroupedTensor.empty(x.shape, q, x.dtype), x, key)),
+    "rows": (1, lambda q, x, key: te.GroupedRows.quantize_rows(x, SPLITS, q, key)),
     "rows quantize_": (
         1,
-        lambda q, x, key: GroupedRows.empty(x.shape, q, x.dtype, groups=3).quantize_(x, m_splits=SPLITS, key=key),
+        lambda q, x, key: te.GroupedRows.empty(x.shape, q, x.dtype, groups=3).quantize_(x, m_splits=SPLITS, key=key),
     ),
-    "rows storage": (1, lambda q, x, key: GroupedTensorStorage.quantize(x, q, SPLITS, key)),
+    "rows storage": (1, lambda q, x, key: te.GroupedTensorStorage.quantize(x, q, SPLITS, key)),
 }
 
 
 @pytest.mark.parametrize("format", ["nvfp4", "hybrid"])
 @pytest.mark.parametrize("way", WAYS)
 def test_tensors_are_quantized_with_a_key(way: str, format: str) -> None:
-    quantizer: Quantizer = NVFP4Quantizer(stochastic_rounding=True)
+    quantizer: te.Quantizer = te.NVFP4Quantizer(stochastic_rounding=True)
     if format == "hybrid":
         if way in ("class", "quantize_"):
-            quantizer = NVFP4Quantizer(stochastic_rounding=True, with_rht=True)
+            quantizer = te.NVFP4Quantizer(stochastic_rounding=True, with_rht=True)
         else:
-            quantizer = HybridQuantizer(rowwise_quantizer=quantizer, columnwise_quantizer=MXFP8Quantizer())
+            quantizer = te.HybridQuantizer(rowwise_quantizer=quantizer, columnwise_quantizer=te.MXFP8Quantizer())
     rank, make = WAYS[way]
     x = torch.randn(*(3,) * (rank == 3), 24, 32, generator=torch.Generator().manual_seed(1))
     found = make(quantizer, x, KEY)
@@ -157,10 +134,10 @@ def test_tensors_are_quantized_with_a_key(way: str, format: str) -> None:
 @pytest.mark.parametrize("grouped", [False, True])
 def test_a_graph_quantizes_with_a_key(grouped: bool) -> None:
     """The key is data: another one compiles nothing."""
-    quantizer = NVFP4Quantizer(stochastic_rounding=True)
+    quantizer = te.NVFP4Quantizer(stochastic_rounding=True)
     x = torch.randn(2, 16, 32) if grouped else torch.randn(16, 32)
 
-    def run(x: torch.Tensor, key: torch.Tensor) -> QuantizedTensor:
+    def run(x: torch.Tensor, key: torch.Tensor) -> te.QuantizedTensor:
         return quantizer.quantize_grouped(x, key) if grouped else quantizer.quantize(x, key)
 
     torch._dynamo.reset()
@@ -174,7 +151,7 @@ def test_a_graph_quantizes_with_a_key(grouped: bool) -> None:
 
 def model() -> torch.nn.Sequential:
     torch.manual_seed(0)
-    return torch.nn.Sequential(Linear(48, 64), Linear(64, 32, bias=False))
+    return torch.nn.Sequential(te.Linear(48, 64), te.Linear(64, 32, bias=False))
 
 
 def train(layers: torch.nn.Module, *steps: int) -> list[torch.Tensor]:
@@ -183,7 +160,7 @@ def train(layers: torch.nn.Module, *steps: int) -> list[torch.Tensor]:
     for step in steps:
         layers.zero_grad()
         x = torch.randn(40, 48, generator=torch.Generator().manual_seed(step))
-        with autocast(recipe=NVFP4BlockScaling()):
+        with te.autocast(recipe=te.NVFP4BlockScaling()):
             y = layers(x)
             y.backward(torch.linspace(-1, 1, y.numel()).view(y.shape) ** 3)
         found += [p.grad.clone() for p in layers.parameters()]
@@ -197,12 +174,11 @@ def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
 def test_a_run_repeats_with_its_seed_and_resumes_from_its_state() -> None:
     reference, again, other, resumed = (model() for _ in range(4))
     for layers, seed in ((reference, 5), (again, 5), (other, 6)):
-        set_rounding_seed(layers, seed)
+        te.set_rounding_seed(layers, seed)
     expected = train(reference, 0, 1, 2)
-    assert same(train(again, 0, 1), expected[:6])
-    assert not same(train(other, 0), expected[:3])
+    assert same(train(again, 0, 1), expected[:6]) and not same(train(other, 0), expected[:3])
     resumed.load_state_dict(again.state_dict())
-    assert {k: v.tolist() for k, v in recipe_state(resumed).items()} == {
+    assert {k: v.tolist() for k, v in te.recipe_state(resumed).items()} == {
         "0.fp8_rng_state": [5 << 20, 2],
         "1.fp8_rng_state": [(5 << 20) + 1, 2],
     }
@@ -210,19 +186,19 @@ def test_a_run_repeats_with_its_seed_and_resumes_from_its_state() -> None:
 
 
 def streams(layers: torch.nn.Module) -> list[int]:
-    return [int(module.fp8_rng_state[0]) for module in layers.modules() if isinstance(module, QuantizedModule)]
+    return [int(module.fp8_rng_state[0]) for module in layers.modules() if isinstance(module, te.QuantizedModule)]
 
 
 def test_an_unseeded_layer_draws_by_the_state_of_torchs_generator() -> None:
     """Equal layers on equal data: two of them round apart, a rebuilt one after the same seed rounds the same."""
     torch.manual_seed(0)
-    weights = Linear(48, 64).state_dict()
+    weights = te.Linear(48, 64).state_dict()
 
     def gradient(seed: int, before: int) -> list[torch.Tensor]:
         torch.manual_seed(seed)
         for _ in range(before):
-            Linear(8, 8)
-        layer = Linear(48, 64)
+            te.Linear(8, 8)
+        layer = te.Linear(48, 64)
         layer.load_state_dict(weights)
         return train(layer, 0)
 
@@ -234,7 +210,7 @@ def test_an_unseeded_layer_draws_by_the_state_of_torchs_generator() -> None:
 
 def test_building_a_layer_draws_nothing_but_its_parameters() -> None:
     torch.manual_seed(0)
-    built = [Linear(8, 8).weight for _ in range(2)]
+    built = [te.Linear(8, 8).weight for _ in range(2)]
     torch.manual_seed(0)
     for weight in built:
         assert torch.equal(weight, torch.empty(8, 8).normal_(0.0, 0.023))
@@ -245,36 +221,36 @@ def test_building_a_layer_draws_nothing_but_its_parameters() -> None:
 )
 def test_layers_that_draw_no_values_have_streams_of_their_own(options: dict) -> None:
     layers = torch.nn.Sequential(
-        Linear(8, 8, **options),
-        LayerNormLinear(8, 8, **options),
-        GroupedLinear(2, 8, 8, **options),
-        ops.BasicLinear(8, 8, **options),
-        ops.GroupedLinear(2, 8, 8, **options),
-        LayerNormMLP(8, 8, **options),
-        Linear(8, 8),
+        te.Linear(8, 8, **options),
+        te.LayerNormLinear(8, 8, **options),
+        te.GroupedLinear(2, 8, 8, **options),
+        te.ops.BasicLinear(8, 8, **options),
+        te.ops.GroupedLinear(2, 8, 8, **options),
+        te.LayerNormMLP(8, 8, **options),
+        te.Linear(8, 8),
     )
     assert len(set(streams(layers))) == 7
 
 
 def test_layers_build_under_fake_tensors() -> None:
     with FakeTensorMode():
-        assert Linear(8, 8).weight.shape == (8, 8)
+        assert te.Linear(8, 8).weight.shape == (8, 8)
 
 
 def test_only_streams_in_use_are_state() -> None:
-    layer, other = Linear(48, 64), Linear(48, 64)
-    assert recipe_state(layer) == {}
+    layer, other = te.Linear(48, 64), te.Linear(48, 64)
+    assert te.recipe_state(layer) == {}
     train(layer, 0)
     other.load_state_dict(layer.state_dict())
     assert streams(other) == streams(layer)
-    set_rounding_seed(other, 0)
-    assert recipe_state(other)["fp8_rng_state"].tolist() == [0, 0]
+    te.set_rounding_seed(other, 0)
+    assert te.recipe_state(other)["fp8_rng_state"].tolist() == [0, 0]
 
 
 @pytest.mark.parametrize("seed", [-1, 2**42])
 def test_seeds_have_a_range(seed: int) -> None:
     with pytest.raises(ValueError, match=f"seed is {seed}; allowed: 0 to 4398046511103"):
-        set_rounding_seed(Linear(8, 8), seed)
+        te.set_rounding_seed(te.Linear(8, 8), seed)
 
 
 @pytest.mark.slow
@@ -286,16 +262,15 @@ def test_compiled_training_rounds_to_the_same_bits(backend: str) -> None:
     found = []
     for compiled in (False, True):
         layer = model()[1]
-        set_rounding_seed(layer, 9)
+        te.set_rounding_seed(layer, 9)
         run = torch.compile(layer, fullgraph=True, backend=backend) if compiled else layer
         x = torch.randn(40, 64, generator=torch.Generator().manual_seed(0), requires_grad=True)
-        with autocast(recipe=NVFP4BlockScaling()):
+        with te.autocast(recipe=te.NVFP4BlockScaling()):
             first, second = run(x), run(x)  # two micro-batches in flight
         for y in (first, second):
             y.backward(torch.linspace(-1, 1, y.numel()).view(y.shape) ** 3)
             found += [x.grad.clone(), layer.weight.grad.clone()]
             x.grad = layer.weight.grad = None
-    assert counters["stats"]["unique_graphs"] == 1
-    assert same(found[:4], found[4:])
+    assert counters["stats"]["unique_graphs"] == 1 and same(found[:4], found[4:])
     assert not same(found[:2], found[2:4])
     torch._dynamo.reset()

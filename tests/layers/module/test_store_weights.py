@@ -6,24 +6,15 @@ import pytest
 import torch
 from torch import nn
 
-from te_models.layers import (
-    GroupedLinear,
-    Linear,
-    MXFP8BlockScaling,
-    NVFP4BlockScaling,
-    PerModuleRecipe,
-    name_modules,
-    quantized_model_init,
-    store_weights,
-)
+import te_models.layers as te
 
 
 def test_frozen_weights_and_attributes_stay() -> None:
-    model = nn.Sequential(Linear(64, 64), Linear(64, 64), GroupedLinear(2, 64, 64))
+    model = nn.Sequential(te.Linear(64, 64), te.Linear(64, 64), te.GroupedLinear(2, 64, 64))
     model[0].weight.requires_grad_(False)
     model[1].weight.tensor_model_parallel = True
     model[2].weight.main_grad = main_grad = torch.zeros(2, 64, 64)
-    store_weights(model, MXFP8BlockScaling())
+    te.store_weights(model, te.MXFP8BlockScaling())
     weights = [layer.weight for layer in model]
     assert all(isinstance(weight, nn.Parameter) for weight in weights)
     assert [weight.requires_grad for weight in weights] == [False, True, True]
@@ -32,23 +23,24 @@ def test_frozen_weights_and_attributes_stay() -> None:
 
 @pytest.mark.parametrize("preserve", [False, True])
 def test_shared_weights_stay_shared(preserve: bool) -> None:
-    model = nn.Sequential(Linear(64, 64), Linear(64, 64), Linear(64, 64))
+    model = nn.Sequential(te.Linear(64, 64), te.Linear(64, 64), te.Linear(64, 64))
     model[2].weight = model[0].weight
-    store_weights(model, MXFP8BlockScaling(), preserve_high_precision_init_val=preserve)
-    assert model[2].weight is model[0].weight is not model[1].weight
-    assert len(list(model.parameters())) == 5
+    te.store_weights(model, te.MXFP8BlockScaling(), preserve_high_precision_init_val=preserve)
+    assert model[2].weight is model[0].weight is not model[1].weight and len(list(model.parameters())) == 5
     if preserve:
         assert model[2].weight.get_high_precision_init_val().shape == (64, 64)
 
 
 def test_shared_weights_in_two_formats_are_refused() -> None:
-    model = nn.Sequential(Linear(64, 64), Linear(64, 64))
+    model = nn.Sequential(te.Linear(64, 64), te.Linear(64, 64))
     model[1].weight = model[0].weight
-    name_modules(model)
+    te.name_modules(model)
     with pytest.raises(ValueError, match="share a weight need one format"):
-        store_weights(model, PerModuleRecipe(rules=(("0", MXFP8BlockScaling()),), default=NVFP4BlockScaling()))
+        te.store_weights(
+            model, te.PerModuleRecipe(rules=(("0", te.MXFP8BlockScaling()),), default=te.NVFP4BlockScaling())
+        )
 
 
 def test_layers_built_to_store_are_alike() -> None:
-    with quantized_model_init(recipe=MXFP8BlockScaling()):
-        assert Linear(64, 64).weight.requires_grad
+    with te.quantized_model_init(recipe=te.MXFP8BlockScaling()):
+        assert te.Linear(64, 64).weight.requires_grad

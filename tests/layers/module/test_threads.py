@@ -13,36 +13,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import te_models.layers as te
 from te_models.kernels.compiling import compiling
-from te_models.layers import (
-    DelayedScaling,
-    Float8BlockScaling,
-    Float8CurrentScaling,
-    LayerNormMLP,
-    Linear,
-    MXFP8BlockScaling,
-    NVFP4BlockScaling,
-    PerModuleRecipe,
-    Recipe,
-    autocast,
-    checkpoint,
-    collect_statistics,
-    current_recipe,
-    microbatch,
-    quantization_statistics,
-    quantized_model_init,
-    storage_recipe,
-)
 from te_models.layers.recipe.activation_checkpoint import checkpointed
 from te_models.layers.recipe.context import state
 from te_models.layers.recipe.recipe_use import live_modules
 from tests.layers.matrix_recipes import fresh, graphs
 
-MXFP8, CURRENT = MXFP8BlockScaling(), Float8CurrentScaling()
-BY_NAME = PerModuleRecipe(default=MXFP8, rules=(("*up", "bf16"),))
-OTHERWISE = PerModuleRecipe(default=CURRENT, rules=(("*up", MXFP8),))
-NVFP4 = NVFP4BlockScaling(disable_stochastic_rounding=True)  # each pass would draw other bits
-RECIPES = [None, CURRENT, Float8BlockScaling(), MXFP8, NVFP4, fresh("custom"), BY_NAME, OTHERWISE]
+MXFP8, CURRENT = te.MXFP8BlockScaling(), te.Float8CurrentScaling()
+BY_NAME = te.PerModuleRecipe(default=MXFP8, rules=(("*up", "bf16"),))
+OTHERWISE = te.PerModuleRecipe(default=CURRENT, rules=(("*up", MXFP8),))
+NVFP4 = te.NVFP4BlockScaling(disable_stochastic_rounding=True)  # each pass would draw other bits
+RECIPES = [None, CURRENT, te.Float8BlockScaling(), MXFP8, NVFP4, fresh("custom"), BY_NAME, OTHERWISE]
 
 
 @pytest.fixture(autouse=True)
@@ -88,7 +70,7 @@ class Two(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.up, self.down = Linear(32, 64, name="up"), Linear(64, 32, name="down")
+        self.up, self.down = te.Linear(32, 64, name="up"), te.Linear(64, 32, name="down")
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(torch.relu(self.up(x)))
@@ -98,10 +80,10 @@ def inputs(rows: int = 32) -> Tensor:
     return torch.randn(rows, 32, generator=torch.Generator().manual_seed(1)).requires_grad_()
 
 
-def a_pass(run: Callable[[Tensor], Tensor], parameters: list[Tensor], recipe: Recipe | None) -> list[Tensor]:
+def a_pass(run: Callable[[Tensor], Tensor], parameters: list[Tensor], recipe: te.Recipe | None) -> list[Tensor]:
     """Return the output and the gradients, which are added up nowhere."""
     x = inputs()
-    with autocast(enabled=recipe is not None, recipe=recipe):
+    with te.autocast(enabled=recipe is not None, recipe=recipe):
         y = run(x)
     return [y.detach(), *torch.autograd.grad(y.square().sum(), [x, *parameters])]
 
@@ -116,7 +98,7 @@ def times(count: int, function: Callable[[], Any]) -> Callable[[], list[Any]]:
 
 
 def as_one_by_one(
-    run: Callable[[Tensor], Tensor], parameters: list[Tensor], count: int, recipes: list[Recipe | None]
+    run: Callable[[Tensor], Tensor], parameters: list[Tensor], count: int, recipes: list[te.Recipe | None]
 ) -> None:
     """One model in eight threads, under recipes without state."""
     passes = [lambda recipe=recipe: a_pass(run, parameters, recipe) for recipe in recipes]
@@ -136,12 +118,12 @@ def test_eight_threads_with_eight_recipes() -> None:
 @pytest.mark.parametrize(
     ("make", "recipes", "backend"),
     [
-        (lambda: Linear(32, 32, name="up"), [None, MXFP8, BY_NAME, OTHERWISE] * 2, "eager"),
+        (lambda: te.Linear(32, 32, name="up"), [None, MXFP8, BY_NAME, OTHERWISE] * 2, "eager"),
         pytest.param(Two, RECIPES, "inductor", marks=pytest.mark.slow),
     ],
     ids=["layer", "all"],
 )
-def test_eight_threads_compiled(make: Callable[[], nn.Module], recipes: list[Recipe | None], backend: str) -> None:
+def test_eight_threads_compiled(make: Callable[[], nn.Module], recipes: list[te.Recipe | None], backend: str) -> None:
     """One graph per recipe, whichever thread calls; no thread compiles another one."""
     model = make()
     compiled = torch.compile(model, fullgraph=True, backend=backend)
@@ -159,7 +141,7 @@ def test_eight_threads_compiled(make: Callable[[], nn.Module], recipes: list[Rec
 @pytest.mark.slow
 def test_many_passes_of_a_larger_layer() -> None:
     torch.manual_seed(0)
-    layer = LayerNormMLP(32, 96, activation="swiglu", name="up")
+    layer = te.LayerNormMLP(32, 96, activation="swiglu", name="up")
     as_one_by_one(layer, list(layer.parameters()), 40, RECIPES)
 
 
@@ -169,7 +151,7 @@ def test_threads_that_compile_at_once() -> None:
     """Each thread compiles its own model, under its own recipe, while others compile or run eagerly."""
     expected = [a_pass(model := Two(), list(model.parameters()), recipe) for recipe in RECIPES]
 
-    def compile_or_not(i: int, recipe: Recipe | None) -> list[list[Tensor]]:
+    def compile_or_not(i: int, recipe: te.Recipe | None) -> list[list[Tensor]]:
         model = models[i]
         run = torch.compile(model, fullgraph=True, backend="aot_eager") if i % 2 else model
         return [a_pass(run, list(model.parameters()), recipe) for _ in range(1)]
@@ -180,24 +162,24 @@ def test_threads_that_compile_at_once() -> None:
         assert_same(several[0], alone)
 
 
-def steps(model: nn.Module, recipe: Recipe | None, compiled: bool) -> list[Tensor]:
+def steps(model: nn.Module, recipe: te.Recipe | None, compiled: bool) -> list[Tensor]:
     """Return what three training steps with delayed scaling or random bits leave, in two micro-batches each."""
     run = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model
     outputs = []
     for _ in range(3):
         for first in (True, False):
-            with autocast(recipe=recipe), microbatch(first=None if compiled else first), collect_statistics():
+            with te.autocast(recipe=recipe), te.microbatch(first=None if compiled else first), te.collect_statistics():
                 y = run(inputs())
             y.square().sum().backward()
             outputs.append(y.detach())
-    noted = [torch.tensor(list(values.values())) for values in quantization_statistics(model).values()]
+    noted = [torch.tensor(list(values.values())) for values in te.quantization_statistics(model).values()]
     return [*outputs, *(p.grad for p in model.parameters()), *noted]  # type: ignore[list-item]
 
 
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["eager", "compiled"])
 def test_recipes_with_state_with_a_model_for_each_thread(compiled: bool) -> None:
-    recipes = [DelayedScaling(), DelayedScaling(margin=1), fresh("nvfp4"), MXFP8]
+    recipes = [te.DelayedScaling(), te.DelayedScaling(margin=1), fresh("nvfp4"), MXFP8]
     model = Two()
     expected = [steps(copy.deepcopy(model), recipe, compiled) for recipe in recipes]
     count = graphs()
@@ -208,24 +190,29 @@ def test_recipes_with_state_with_a_model_for_each_thread(compiled: bool) -> None
 
 
 def test_a_thread_begins_with_nothing_in_force() -> None:
-    with autocast(recipe=MXFP8), quantized_model_init(recipe=CURRENT), microbatch(first=True), collect_statistics():
-        assert in_a_thread(lambda: (current_recipe(), storage_recipe(), vars(state()))) == (
+    with (
+        te.autocast(recipe=MXFP8),
+        te.quantized_model_init(recipe=CURRENT),
+        te.microbatch(first=True),
+        te.collect_statistics(),
+    ):
+        assert in_a_thread(lambda: (te.current_recipe(), te.storage_recipe(), vars(state()))) == (
             None,
             None,
             vars(type(state())()),
         )
-        assert type(in_a_thread(lambda: Linear(32, 32)).weight) is nn.Parameter
-        assert current_recipe() == MXFP8 and storage_recipe() == CURRENT
+        assert type(in_a_thread(lambda: te.Linear(32, 32)).weight) is nn.Parameter
+        assert te.current_recipe() == MXFP8 and te.storage_recipe() == CURRENT
 
 
 REGIONS: list[Callable[[], Any]] = [
-    lambda: autocast(recipe=MXFP8),
-    lambda: autocast(recipe=BY_NAME),
-    lambda: autocast(enabled=False, calibrating=True, recipe=DelayedScaling()),
-    lambda: autocast(enabled=False),
-    lambda: microbatch(first=True),
-    lambda: collect_statistics(),
-    lambda: quantized_model_init(recipe=CURRENT),
+    lambda: te.autocast(recipe=MXFP8),
+    lambda: te.autocast(recipe=BY_NAME),
+    lambda: te.autocast(enabled=False, calibrating=True, recipe=te.DelayedScaling()),
+    lambda: te.autocast(enabled=False),
+    lambda: te.microbatch(first=True),
+    lambda: te.collect_statistics(),
+    lambda: te.quantized_model_init(recipe=CURRENT),
 ]
 
 
@@ -252,17 +239,17 @@ def test_regions_end_in_any_order() -> None:
 
 
 def test_one_region_is_entered_twice_and_in_several_threads() -> None:
-    region = autocast(recipe=MXFP8)
+    region = te.autocast(recipe=MXFP8)
 
     def enter(inside: threading.Barrier) -> list[Any]:
-        found = [current_recipe()]
+        found = [te.current_recipe()]
         with region:
             inside.wait()
-            found.append(current_recipe())
-            with autocast(recipe=CURRENT), region:
-                found.append(current_recipe())
-            found.append(current_recipe())
-        return [*found, current_recipe()]
+            found.append(te.current_recipe())
+            with te.autocast(recipe=CURRENT), region:
+                found.append(te.current_recipe())
+            found.append(te.current_recipe())
+        return [*found, te.current_recipe()]
 
     inside = threading.Barrier(4)
     for found in in_threads(*[lambda: enter(inside)] * 4):
@@ -271,14 +258,14 @@ def test_one_region_is_entered_twice_and_in_several_threads() -> None:
 
 def test_threads_leave_one_region_at_once() -> None:
     """Each leaves its own entry, wherever the others' leaving moves it meanwhile."""
-    region = autocast(recipe=MXFP8)
+    region = te.autocast(recipe=MXFP8)
 
     def enter() -> set[Any]:
         found = set()
         for _ in range(500):
             with region:
-                found.add(current_recipe())
-            found.add(current_recipe())
+                found.add(te.current_recipe())
+            found.add(te.current_recipe())
         return found
 
     sys.setswitchinterval(1e-6)
@@ -291,9 +278,9 @@ def test_a_region_is_left_by_another_thread(region: Callable[[], Any]) -> None:
     opened = region().__enter__()
 
     def leave() -> None:
-        with autocast(recipe=CURRENT):
+        with te.autocast(recipe=CURRENT):
             opened.__exit__(None, None, None)
-            assert current_recipe() == CURRENT
+            assert te.current_recipe() == CURRENT
 
     in_a_thread(leave)  # the fixture sees what is left here
 
@@ -304,24 +291,24 @@ def test_a_region_is_left_by_another_thread(region: Callable[[], Any]) -> None:
     [
         (MXFP8, None),
         (BY_NAME, None),
-        (DelayedScaling(), None),
+        (te.DelayedScaling(), None),
         (OTHERWISE, "eager"),
-        pytest.param(DelayedScaling(), "aot_eager", marks=pytest.mark.slow),
+        pytest.param(te.DelayedScaling(), "aot_eager", marks=pytest.mark.slow),
         pytest.param(MXFP8, "aot_eager", marks=pytest.mark.slow),
         pytest.param(BY_NAME, "aot_eager", marks=pytest.mark.slow),
-        pytest.param(DelayedScaling(), "inductor", marks=pytest.mark.slow),
+        pytest.param(te.DelayedScaling(), "inductor", marks=pytest.mark.slow),
     ],
 )
-def test_backward_runs_in_another_thread(recipe: Recipe, backend: str | None) -> None:
+def test_backward_runs_in_another_thread(recipe: te.Recipe, backend: str | None) -> None:
     """With the recipe of its forward pass, which ran an activation checkpoint, whatever is in force there."""
     results = []
     elsewhere = (lambda run: run(), in_a_thread, lambda run: in_a_thread(lambda: under_another(run)))
 
     def under_another(run: Callable[[], Any]) -> Any:
-        with autocast(recipe=BY_NAME):
+        with te.autocast(recipe=BY_NAME):
             return run()
 
-    first = Two() if backend != "eager" else Linear(32, 32, name="up")
+    first = Two() if backend != "eager" else te.Linear(32, 32, name="up")
 
     def step(model: nn.Module, x: Tensor) -> Tensor:
         return checkpointed(model, x)
@@ -329,7 +316,7 @@ def test_backward_runs_in_another_thread(recipe: Recipe, backend: str | None) ->
     run = step if backend is None else torch.compile(step, fullgraph=True, backend=backend)
     for where in elsewhere:
         model, x = copy.deepcopy(first), inputs()
-        with autocast(recipe=recipe):
+        with te.autocast(recipe=recipe):
             loss = run(model, x).square().sum()
         tensors = [x, *model.parameters()]
         results.append(where(lambda loss=loss, tensors=tensors: torch.autograd.grad(loss, tensors)))
@@ -341,10 +328,10 @@ def test_backward_runs_in_another_thread(recipe: Recipe, backend: str | None) ->
 def test_checkpoints_of_threads_do_not_mix() -> None:
     """Each notes what its own thread gives out, and one thread's recomputation is nobody else's."""
     models = [Two() for _ in range(4)]
-    recipes = [DelayedScaling(), MXFP8, CURRENT, BY_NAME]
+    recipes = [te.DelayedScaling(), MXFP8, CURRENT, BY_NAME]
 
     def run(i: int) -> list[Tensor]:
-        return a_pass(lambda x: checkpoint(models[i], x), list(models[i].parameters()), recipes[i])
+        return a_pass(lambda x: te.checkpoint(models[i], x), list(models[i].parameters()), recipes[i])
 
     runs = [lambda i=i: run(i) for i in range(4)]
     expected = [one() for one in runs[1:]]
@@ -356,14 +343,14 @@ def test_checkpoints_of_threads_do_not_mix() -> None:
 def test_another_thread_compiles() -> None:
     """Eager code that runs meanwhile is none that is compiled: it keeps weights, and checkpoints note their recipe."""
     seen, model = [], Two()
-    expected = a_pass(lambda x: checkpoint(model, x), list(model.parameters()), MXFP8)
+    expected = a_pass(lambda x: te.checkpoint(model, x), list(model.parameters()), MXFP8)
 
     def meanwhile() -> list[Tensor]:
         seen.append(compiling())
-        with autocast(recipe=MXFP8), microbatch(first=True):
+        with te.autocast(recipe=MXFP8), te.microbatch(first=True):
             model.up(inputs())
         assert any(name.startswith("weight_cache") for name in vars(model.up))
-        return a_pass(lambda x: checkpoint(model, x), list(model.parameters()), MXFP8)
+        return a_pass(lambda x: te.checkpoint(model, x), list(model.parameters()), MXFP8)
 
     def backend(graph: torch.fx.GraphModule, example_inputs: list[Tensor]) -> Callable[..., Any]:
         seen.extend(in_threads(meanwhile))
@@ -380,22 +367,21 @@ def test_compiling_is_known_while_tracing() -> None:
 
     assert torch.equal(torch.compile(traced, fullgraph=True, backend="eager")(torch.zeros(2)), torch.ones(2))
     assert torch.equal(traced(torch.zeros(2)), -torch.ones(2)) and not compiling()
-    exported = torch.export.export(nn.ReLU(), (torch.zeros(2),), strict=False)
-    assert exported is not None and not compiling()
+    assert torch.export.export(nn.ReLU(), (torch.zeros(2),), strict=False) is not None and not compiling()
 
 
 def test_rules_by_name_are_looked_up_for_each_thread() -> None:
     """By one thread for all, the last to enter a region would decide."""
     model, entered = Two(), threading.Barrier(2)
 
-    def run(recipe: Recipe) -> Tensor:
-        with autocast(recipe=recipe), torch.no_grad():
+    def run(recipe: te.Recipe) -> Tensor:
+        with te.autocast(recipe=recipe), torch.no_grad():
             entered.wait()
             return model(inputs())
 
     both = in_threads(lambda: run(BY_NAME), lambda: run(OTHERWISE))
     for got, recipe in zip(both, (BY_NAME, OTHERWISE), strict=True):
-        with autocast(recipe=recipe), torch.no_grad():
+        with te.autocast(recipe=recipe), torch.no_grad():
             assert torch.equal(got, model(inputs()))
 
 
@@ -403,15 +389,15 @@ def test_rules_by_name_are_looked_up_for_each_thread() -> None:
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_delayed_scaling_refuses_one_model_in_two_threads(compiled: bool) -> None:
     """One layer has one history: recorded in two regions at once, its scales would be of neither."""
-    model = Linear(32, 32, name="up")
+    model = te.Linear(32, 32, name="up")
     run = torch.compile(model, fullgraph=True, backend="eager") if compiled else model
 
     def record() -> None:
-        with autocast(recipe=DelayedScaling()):
+        with te.autocast(recipe=te.DelayedScaling()):
             run(inputs()).sum().backward()
 
     refused = pytest.raises(RuntimeError, match="up records amaxes for DelayedScaling in autocast regions of two")
-    with refused, autocast(recipe=DelayedScaling()):
+    with refused, te.autocast(recipe=te.DelayedScaling()):
         run(inputs())
         in_a_thread(record)
     record()
@@ -421,13 +407,13 @@ def test_delayed_scaling_refuses_one_model_in_two_threads(compiled: bool) -> Non
 def test_evaluation_in_another_thread_leaves_the_amaxes() -> None:
     """Its region ends with gradients off, where what was recorded in it is forgotten."""
     model = Two()
-    with autocast(recipe=DelayedScaling()):
+    with te.autocast(recipe=te.DelayedScaling()):
         model(inputs()).sum().backward()
         recorded = model.up.fp8_amax.clone()
 
         @torch.no_grad()
         def evaluate() -> None:
-            with autocast(recipe=DelayedScaling()):
+            with te.autocast(recipe=te.DelayedScaling()):
                 copy.deepcopy(model).eval()(inputs())
                 model.eval()(inputs())
                 model.train()
@@ -442,11 +428,11 @@ def test_models_are_built_while_regions_end() -> None:
 
     def build() -> None:
         for _ in range(60):
-            Linear(8, 8)
+            te.Linear(8, 8)
 
     def enter() -> None:
         for _ in range(60):
-            with autocast(recipe=BY_NAME):
+            with te.autocast(recipe=BY_NAME):
                 assert isinstance(live_modules(), list)
 
     in_threads(build, enter, build, enter)
@@ -464,23 +450,26 @@ def test_copies_for_data_parallel() -> None:
                 vars(copied._modules[name])[parameter] = value
         return copied
 
-    with autocast(recipe=MXFP8), pytest.raises(RuntimeError, match=r"nn.DataParallel .* region inside the model's"):
+    with te.autocast(recipe=MXFP8), pytest.raises(RuntimeError, match=r"nn.DataParallel .* region inside the model's"):
         model.up._replicate_for_data_parallel()
 
-    def run(module: nn.Module, recipe: Recipe | None, **arguments: Any) -> Tensor:
-        with autocast(enabled=arguments.pop("enabled", recipe is not None), recipe=recipe, **arguments):
+    def run(module: nn.Module, recipe: te.Recipe | None, **arguments: Any) -> Tensor:
+        with te.autocast(enabled=arguments.pop("enabled", recipe is not None), recipe=recipe, **arguments):
             return module(inputs())
 
     for recipe in (None, MXFP8, BY_NAME):
         assert torch.equal(in_a_thread(lambda recipe=recipe: run(copies(), recipe)), run(model, recipe))
-    run(model, DelayedScaling())
+    run(model, te.DelayedScaling())
     assert torch.equal(run(copies(), MXFP8), run(model, MXFP8))
     amax = model.up.fp8_amax.clone()
-    for recipe in (DelayedScaling(), fresh("nvfp4")):
+    for recipe in (te.DelayedScaling(), fresh("nvfp4")):
         with pytest.raises(RuntimeError, match=r"a copy made by nn.DataParallel keeps no state"):
             run(copies(), recipe)
     with pytest.raises(RuntimeError, match=r"a copy made by nn.DataParallel keeps no state, which a calibration needs"):
-        run(copies(), DelayedScaling(), enabled=False, calibrating=True)
-    with collect_statistics(), pytest.raises(RuntimeError, match="and collect_statistics need; allowed: Distributed"):
+        run(copies(), te.DelayedScaling(), enabled=False, calibrating=True)
+    with (
+        te.collect_statistics(),
+        pytest.raises(RuntimeError, match="and collect_statistics need; allowed: Distributed"),
+    ):
         run(copies(), MXFP8)
     assert torch.equal(model.up.fp8_amax, amax)

@@ -9,33 +9,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from te_models.layers import (
-    CustomRecipe,
-    DelayedScaling,
-    Float8BlockQuantizer,
-    Float8BlockScaling,
-    Float8CurrentScaling,
-    Float8CurrentScalingQuantizer,
-    GroupedLinear,
-    HybridQuantizer,
-    Linear,
-    MXFP8BlockScaling,
-    MXFP8Quantizer,
-    NVFP4BlockScaling,
-    NVFP4Quantizer,
-    Recipe,
-    autocast,
-    ops,
-    quantized_model_init,
-    recipe_report,
-)
+import te_models.layers as te
 from te_models.layers.gemm import weight_format as stored_form
 
 LAYERS: dict[str, Callable[[], nn.Module]] = {
-    "linear": lambda: Linear(256, 128, bias=False),
-    "op": lambda: ops.BasicLinear(256, 128),
-    "grouped": lambda: GroupedLinear(2, 256, 128, bias=False),
-    "per gemm": lambda: GroupedLinear(2, 256, 128, bias=False, single_grouped_weight=False),
+    "linear": lambda: te.Linear(256, 128, bias=False),
+    "op": lambda: te.ops.BasicLinear(256, 128),
+    "grouped": lambda: te.GroupedLinear(2, 256, 128, bias=False),
+    "per gemm": lambda: te.GroupedLinear(2, 256, 128, bias=False, single_grouped_weight=False),
 }
 
 
@@ -44,16 +25,16 @@ def nothing_said_yet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stored_form, "_warned", set())
 
 
-def build(recipe: Recipe, kind: str = "linear") -> nn.Module:
+def build(recipe: te.Recipe, kind: str = "linear") -> nn.Module:
     torch.manual_seed(0)
-    with quantized_model_init(recipe=recipe):
+    with te.quantized_model_init(recipe=recipe):
         return LAYERS[kind]()
 
 
-def run(layer: nn.Module, recipe: Recipe, function: Callable[..., Tensor] | None = None) -> Tensor:
+def run(layer: nn.Module, recipe: te.Recipe, function: Callable[..., Tensor] | None = None) -> Tensor:
     x = torch.linspace(-1, 1, 16 * 256).view(16, 256).requires_grad_()
-    splits = (torch.tensor([7, 9]),) if isinstance(layer, GroupedLinear) else ()
-    with autocast(recipe=recipe):
+    splits = (torch.tensor([7, 9]),) if isinstance(layer, te.GroupedLinear) else ()
+    with te.autocast(recipe=recipe):
         y = (layer if function is None else function)(x, *splits)
     y.sum().backward()
     assert x.grad is not None
@@ -61,17 +42,17 @@ def run(layer: nn.Module, recipe: Recipe, function: Callable[..., Tensor] | None
 
 
 OTHER_FORMS = [
-    (Float8BlockScaling(use_f32_scales=True), Float8BlockScaling(), "float8_block with force_pow_2_scales False"),
+    (te.Float8BlockScaling(use_f32_scales=True), te.Float8BlockScaling(), "float8_block with force_pow_2_scales False"),
+    (te.Float8BlockScaling(w_block_scaling_dim=1), te.Float8BlockScaling(), "float8_block with block_scaling_dim 1"),
+    (te.MXFP8BlockScaling(), te.MXFP8BlockScaling(enable_2d_quantization=True), "mxfp8 with two_dimensional False"),
     (
-        Float8BlockScaling(w_block_scaling_dim=1),
-        Float8BlockScaling(),
-        "float8_block with block_scaling_dim 1",
+        te.NVFP4BlockScaling(),
+        te.NVFP4BlockScaling(disable_2d_quantization=True),
+        "nvfp4 with with_2d_quantization True",
     ),
-    (MXFP8BlockScaling(), MXFP8BlockScaling(enable_2d_quantization=True), "mxfp8 with two_dimensional False"),
-    (NVFP4BlockScaling(), NVFP4BlockScaling(disable_2d_quantization=True), "nvfp4 with with_2d_quantization True"),
     (
-        Float8CurrentScaling(),
-        Float8CurrentScaling(use_power_2_scales=True),
+        te.Float8CurrentScaling(),
+        te.Float8CurrentScaling(use_power_2_scales=True),
         "float8 with force_pow_2_scales False",
     ),
 ]
@@ -81,7 +62,7 @@ OTHER_FORMS = [
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("stored, wanted, text", OTHER_FORMS)
 def test_another_form_of_the_format_runs_and_warns_once(
-    stored: Recipe, wanted: Recipe, text: str, compiled: bool, monkeypatch: pytest.MonkeyPatch
+    stored: te.Recipe, wanted: te.Recipe, text: str, compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch._dynamo.reset()
     monkeypatch.setattr(stored_form, "_warned", set())  # another test of the session may have heard it
@@ -91,36 +72,36 @@ def test_another_form_of_the_format_runs_and_warns_once(
         run(layer, wanted, function)
         run(layer, wanted, function)
     assert [str(w.message).startswith(f"a weight stored as {text} is in another form") for w in said] == [True]
-    assert recipe_report(layer).stored == {"": str(layer.weight.quantizer)}
+    assert te.recipe_report(layer).stored == {"": str(layer.weight.quantizer)}
 
 
 @pytest.mark.parametrize("kind", LAYERS)
 def test_every_kind_of_layer_says_so(kind: str) -> None:
-    layer = build(MXFP8BlockScaling(), kind)
+    layer = build(te.MXFP8BlockScaling(), kind)
     with pytest.warns(UserWarning, match="two_dimensional False") as said:
-        run(layer, MXFP8BlockScaling(enable_2d_quantization=True))
+        run(layer, te.MXFP8BlockScaling(enable_2d_quantization=True))
     assert len(said) == 1
 
 
 def test_an_fp8_dtype_counts() -> None:
-    layer = Linear(256, 128, bias=False)
-    quantizer = Float8CurrentScalingQuantizer(fp8_dtype=torch.float8_e5m2)
+    layer = te.Linear(256, 128, bias=False)
+    quantizer = te.Float8CurrentScalingQuantizer(fp8_dtype=torch.float8_e5m2)
     layer.weight = nn.Parameter(quantizer.quantize(layer.weight.detach()))
     with pytest.warns(UserWarning, match=r"float8 with fp8_dtype torch\.float8_e5m2 is in another form"):
-        run(layer, Float8CurrentScaling())
+        run(layer, te.Float8CurrentScaling())
 
 
 @pytest.mark.parametrize(
     "stored, wanted",
     [
-        (Float8BlockScaling(), Float8BlockScaling()),
-        (Float8BlockScaling(), Float8BlockScaling(backward_override="dequantized")),
-        (DelayedScaling(), Float8CurrentScaling()),
-        (Float8CurrentScaling(use_power_2_scales=True), DelayedScaling()),
-        (NVFP4BlockScaling(), NVFP4BlockScaling(disable_rht=True, disable_stochastic_rounding=True)),
+        (te.Float8BlockScaling(), te.Float8BlockScaling()),
+        (te.Float8BlockScaling(), te.Float8BlockScaling(backward_override="dequantized")),
+        (te.DelayedScaling(), te.Float8CurrentScaling()),
+        (te.Float8CurrentScaling(use_power_2_scales=True), te.DelayedScaling()),
+        (te.NVFP4BlockScaling(), te.NVFP4BlockScaling(disable_rht=True, disable_stochastic_rounding=True)),
     ],
 )
-def test_the_same_form_says_nothing(stored: Recipe, wanted: Recipe) -> None:
+def test_the_same_form_says_nothing(stored: te.Recipe, wanted: te.Recipe) -> None:
     layer = build(stored)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -128,42 +109,42 @@ def test_the_same_form_says_nothing(stored: Recipe, wanted: Recipe) -> None:
 
 
 def test_copies_are_no_form() -> None:
-    layer = build(MXFP8BlockScaling())
+    layer = build(te.MXFP8BlockScaling())
     layer.weight = nn.Parameter(layer.weight.detach().update_usage(rowwise=True, columnwise=False), False)
-    with warnings.catch_warnings(), autocast(recipe=MXFP8BlockScaling()):
+    with warnings.catch_warnings(), te.autocast(recipe=te.MXFP8BlockScaling()):
         warnings.simplefilter("error")
         layer(torch.randn(4, 256))
 
 
 @pytest.mark.parametrize("kind", LAYERS)
 def test_a_stored_2d_weight_is_not_multiplied_by_2d_blocks(kind: str) -> None:
-    layer = build(Float8BlockScaling(), kind)
+    layer = build(te.Float8BlockScaling(), kind)
     with pytest.raises(ValueError, match="input and the stored weight both have 128x128 blocks"):
-        run(layer, Float8BlockScaling(x_block_scaling_dim=2, w_block_scaling_dim=1))
-    gradients = Float8BlockScaling(grad_block_scaling_dim=2, w_block_scaling_dim=1)
+        run(layer, te.Float8BlockScaling(x_block_scaling_dim=2, w_block_scaling_dim=1))
+    gradients = te.Float8BlockScaling(grad_block_scaling_dim=2, w_block_scaling_dim=1)
     with pytest.raises(ValueError, match="grad_output and the stored weight both have 128x128 blocks"):
         run(layer, gradients)
     with pytest.warns(UserWarning, match="block_scaling_dim 2"):  # those GEMMs do not run
         run(layer, gradients.replace(backward_override="high_precision"))
-    with torch.no_grad(), autocast(recipe=gradients):
-        layer(torch.randn(16, 256), *((torch.tensor([7, 9]),) if isinstance(layer, GroupedLinear) else ()))
+    with torch.no_grad(), te.autocast(recipe=gradients):
+        layer(torch.randn(16, 256), *((torch.tensor([7, 9]),) if isinstance(layer, te.GroupedLinear) else ()))
 
 
 @pytest.mark.parametrize("kind", LAYERS)
 def test_a_stored_transformed_weight_is_no_operand_of_dgrad(kind: str) -> None:
-    layer = build(NVFP4BlockScaling(disable_2d_quantization=True), kind)
+    layer = build(te.NVFP4BlockScaling(disable_2d_quantization=True), kind)
     for name in layer.weight_names():
         values = getattr(layer, name).dequantize().detach()
-        quantizer = NVFP4Quantizer(with_rht=True)
+        quantizer = te.NVFP4Quantizer(with_rht=True)
         stored = quantizer.quantize(values) if values.dim() == 2 else quantizer.quantize_grouped(values)
         setattr(layer, name, nn.Parameter(stored))
-    recipe = NVFP4BlockScaling(disable_2d_quantization=True)
+    recipe = te.NVFP4BlockScaling(disable_2d_quantization=True)
     with pytest.raises(ValueError, match="the stored weight has the random Hadamard transform"):
         run(layer, recipe)
     run(layer, recipe.replace(backward_override="high_precision"))  # that GEMM does not run
 
 
-TWO, ONE = Float8BlockQuantizer(block_scaling_dim=2), Float8BlockQuantizer(block_scaling_dim=1)
+TWO, ONE = te.Float8BlockQuantizer(block_scaling_dim=2), te.Float8BlockQuantizer(block_scaling_dim=1)
 
 
 @pytest.mark.parametrize(
@@ -175,7 +156,7 @@ TWO, ONE = Float8BlockQuantizer(block_scaling_dim=2), Float8BlockQuantizer(block
         (
             {
                 "input": ONE,
-                "weight": HybridQuantizer(rowwise_quantizer=TWO, columnwise_quantizer=ONE),
+                "weight": te.HybridQuantizer(rowwise_quantizer=TWO, columnwise_quantizer=ONE),
                 "grad_output": TWO,
             },
             None,
@@ -183,16 +164,16 @@ TWO, ONE = Float8BlockQuantizer(block_scaling_dim=2), Float8BlockQuantizer(block
         (
             {
                 "input": ONE,
-                "weight": HybridQuantizer(rowwise_quantizer=MXFP8Quantizer(), columnwise_quantizer=TWO),
-                "grad_output": HybridQuantizer(rowwise_quantizer=TWO, columnwise_quantizer=ONE),
+                "weight": te.HybridQuantizer(rowwise_quantizer=te.MXFP8Quantizer(), columnwise_quantizer=TWO),
+                "grad_output": te.HybridQuantizer(rowwise_quantizer=TWO, columnwise_quantizer=ONE),
             },
             "grad_output and weight both",
         ),
     ],
 )
 def test_a_custom_recipe_cannot_ask_for_2d_by_2d(quantizers: dict, refused: str | None) -> None:
-    chosen = CustomRecipe(qfactory=lambda role: quantizers[role.tensor_type])
-    layer = Linear(256, 128, bias=False)
+    chosen = te.CustomRecipe(qfactory=lambda role: quantizers[role.tensor_type])
+    layer = te.Linear(256, 128, bias=False)
     if refused is None:
         run(layer, chosen)
         return

@@ -10,42 +10,32 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import te_models.layers as te
 from te_models.kernels.gemm import reference as dense
 from te_models.kernels.grouped_gemm import reference as grouped
-from te_models.layers import (
-    GroupedLinear,
-    LayerNormLinear,
-    LayerNormMLP,
-    Linear,
-    autocast,
-    gradient_of,
-    ops,
-    quantized_model_init,
-    recipe,
-)
 
 SPLITS = torch.tensor([3, 5, 8])
 
 
-def experts(**options: bool) -> GroupedLinear:
+def experts(**options: bool) -> te.GroupedLinear:
     torch.manual_seed(0)
-    return GroupedLinear(3, 64, 32, bias=False, single_grouped_weight=False, **options)
+    return te.GroupedLinear(3, 64, 32, bias=False, single_grouped_weight=False, **options)
 
 
 @pytest.mark.parametrize(
     "layer",
     [
-        Linear(64, 32, fuse_wgrad_accumulation=True),
-        ops.Linear(64, 32, fuse_wgrad_accumulation=True),
-        LayerNormMLP(64, 32, fuse_wgrad_accumulation=True),
+        te.Linear(64, 32, fuse_wgrad_accumulation=True),
+        te.ops.Linear(64, 32, fuse_wgrad_accumulation=True),
+        te.LayerNormMLP(64, 32, fuse_wgrad_accumulation=True),
         experts(fuse_wgrad_accumulation=True),
     ],
     ids=lambda layer: type(layer).__name__,
 )
 @pytest.mark.parametrize("name", [None, "mxfp8"], ids=str)
 def test_no_main_gradient_is_asked_for_where_none_is_written(layer: nn.Module, name: str | None) -> None:
-    rest = (SPLITS,) if isinstance(layer, GroupedLinear) else ()
-    with autocast(enabled=name is not None, recipe=name and recipe(name)):
+    rest = (SPLITS,) if isinstance(layer, te.GroupedLinear) else ()
+    with te.autocast(enabled=name is not None, recipe=name and te.recipe(name)):
         with torch.no_grad():
             y = layer(torch.ones(16, 64), *rest)
         x = torch.ones(16, 64, requires_grad=True)
@@ -64,9 +54,9 @@ def test_no_main_gradient_is_asked_for_where_none_is_written(layer: nn.Module, n
 def test_a_frozen_member_gets_no_gradient(fused: bool, delayed: bool, name: str | None) -> None:
     x = torch.randn(16, 64)
 
-    def gradients(layer: GroupedLinear) -> list[Tensor | None]:
+    def gradients(layer: te.GroupedLinear) -> list[Tensor | None]:
         layer.weight1.requires_grad_(False)
-        with autocast(enabled=name is not None, recipe=name and recipe(name)):
+        with te.autocast(enabled=name is not None, recipe=name and te.recipe(name)):
             layer(x, SPLITS).sum().backward()
         if layer._later is not None:
             layer.backward_dw()
@@ -86,14 +76,14 @@ def test_a_frozen_member_gets_no_gradient(fused: bool, delayed: bool, name: str 
 @pytest.mark.parametrize("grouped", [False, True])
 def test_what_a_delayed_gradient_reads_is_not_written_to(grouped: bool, written: str) -> None:
     """Its gradient was that of the values written."""
-    layer = experts(delay_wgrad_compute=True) if grouped else Linear(64, 32, bias=False, delay_wgrad_compute=True)
+    layer = experts(delay_wgrad_compute=True) if grouped else te.Linear(64, 32, bias=False, delay_wgrad_compute=True)
     rest = (SPLITS,) if grouped else ()
     tensors = {"x": torch.randn(16, 64), "dy": torch.randn(16, 32)}
     layer(tensors["x"], *rest).backward(tensors["dy"])
     tensors[written].zero_()
     with pytest.raises(RuntimeError, match=r"was written to between the backward pass and backward_dw\(\)"):
         layer.backward_dw()
-    with autocast(recipe=recipe("mxfp8")):
+    with te.autocast(recipe=te.recipe("mxfp8")):
         layer(tensors["x"], *rest).backward(tensors["dy"])
     tensors[written].fill_(1.0)  # the quantized copies are the layer's own
     layer.backward_dw()
@@ -103,7 +93,7 @@ def test_what_a_delayed_gradient_reads_is_not_written_to(grouped: bool, written:
 @pytest.mark.parametrize("delayed", [False, True])
 @pytest.mark.parametrize("name", [None, "mxfp8"], ids=str)
 @pytest.mark.parametrize(
-    "kind", [Linear, LayerNormLinear, LayerNormMLP, experts, GroupedLinear], ids=lambda kind: kind.__name__
+    "kind", [te.Linear, te.LayerNormLinear, te.LayerNormMLP, experts, te.GroupedLinear], ids=lambda kind: kind.__name__
 )
 def test_the_first_micro_batch_writes_to_main_gradients(
     kind: Callable[..., nn.Module], name: str, delayed: bool
@@ -113,10 +103,10 @@ def test_the_first_micro_batch_writes_to_main_gradients(
     sizes = {"GroupedLinear": (3, 64, 32), "experts": ()}.get(kind.__name__, (64, 32))
     layer = kind(*sizes, fuse_wgrad_accumulation=True, delay_wgrad_compute=delayed)
     weights = [p for n, p in layer.named_parameters() if "weight" in n and "layer_norm" not in n]
-    rest = (SPLITS,) if isinstance(layer, GroupedLinear) else ()
+    rest = (SPLITS,) if isinstance(layer, te.GroupedLinear) else ()
 
     def run(first: bool | None, batch: Tensor) -> list[Tensor]:
-        with autocast(enabled=name is not None, recipe=name and recipe(name)):
+        with te.autocast(enabled=name is not None, recipe=name and te.recipe(name)):
             layer(batch, *rest, is_first_microbatch=first).sum().backward()
         if delayed:
             layer.backward_dw()
@@ -134,13 +124,13 @@ def test_the_first_micro_batch_writes_to_main_gradients(
 
 
 KINDS: dict[str, Callable[..., nn.Module]] = {
-    "Linear": lambda **options: Linear(64, 32, bias=False, **options),
-    "LayerNormLinear": lambda **options: LayerNormLinear(64, 32, bias=False, **options),
-    "LayerNormMLP": lambda **options: LayerNormMLP(64, 32, bias=False, **options),
-    "GroupedLinear": lambda **options: GroupedLinear(1, 64, 32, bias=False, single_grouped_weight=True, **options),
-    "per-GEMM": lambda **options: GroupedLinear(1, 64, 32, bias=False, single_grouped_weight=False, **options),
-    "ops.Linear": lambda **options: ops.Linear(64, 32, bias=False, **options),
-    "ops.GroupedLinear": lambda **options: ops.GroupedLinear(1, 64, 32, bias=False, **options),
+    "Linear": lambda **options: te.Linear(64, 32, bias=False, **options),
+    "LayerNormLinear": lambda **options: te.LayerNormLinear(64, 32, bias=False, **options),
+    "LayerNormMLP": lambda **options: te.LayerNormMLP(64, 32, bias=False, **options),
+    "GroupedLinear": lambda **options: te.GroupedLinear(1, 64, 32, bias=False, single_grouped_weight=True, **options),
+    "per-GEMM": lambda **options: te.GroupedLinear(1, 64, 32, bias=False, single_grouped_weight=False, **options),
+    "ops.Linear": lambda **options: te.ops.Linear(64, 32, bias=False, **options),
+    "ops.GroupedLinear": lambda **options: te.ops.GroupedLinear(1, 64, 32, bias=False, **options),
 }
 
 
@@ -158,7 +148,7 @@ def main_gradients(
     rest = (torch.tensor([rows]),) if "Grouped" in kind or kind == "per-GEMM" else ()
 
     def forward(x: Tensor) -> Tensor:
-        with autocast(enabled=name is not None, recipe=name and recipe(name)):
+        with te.autocast(enabled=name is not None, recipe=name and te.recipe(name)):
             return layer(x, *rest)
 
     for seed in (1, 2):
@@ -229,7 +219,7 @@ def test_a_wrapper_that_waits_for_every_gradient_hears_of_it(kind: str, compiled
     for weight in weights:
         before = weight.main_grad.clone()
         assert weight.grad.shape == weight.shape and not weight.grad.any() and before.any()
-        assert torch.equal(gradient_of(weight), before)
+        assert torch.equal(te.gradient_of(weight), before)
 
 
 class Experts(nn.Module):
@@ -238,12 +228,12 @@ class Experts(nn.Module):
     def __init__(self, **options: bool) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.first = Linear(64, 64, **options)
-        self.norm = LayerNormLinear(64, 64, **options)
-        self.mlp = LayerNormMLP(64, 64, **options)
-        self.grouped = GroupedLinear(3, 64, 64, **options)
-        self.per_gemm = GroupedLinear(3, 64, 64, single_grouped_weight=False, **options)
-        self.head = ops.Sequential(ops.Linear(64, 64, **options))
+        self.first = te.Linear(64, 64, **options)
+        self.norm = te.LayerNormLinear(64, 64, **options)
+        self.mlp = te.LayerNormMLP(64, 64, **options)
+        self.grouped = te.GroupedLinear(3, 64, 64, **options)
+        self.per_gemm = te.GroupedLinear(3, 64, 64, single_grouped_weight=False, **options)
+        self.head = te.ops.Sequential(te.ops.Linear(64, 64, **options))
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.mlp(self.norm(self.first(x)))
@@ -294,9 +284,9 @@ class Buckets:
 @pytest.mark.parametrize("delayed", [False, True])
 def test_buckets_of_a_wrapper_fill(delayed: bool, name: str | None) -> None:
     """Every bucket is reduced once, in the last of three micro-batches, and holds what autograd alone would sum up."""
-    chosen = None if name is None else recipe("mxfp8")
-    region = functools.partial(autocast, enabled=name is not None, recipe=chosen)
-    with quantized_model_init(enabled=name == "stored", recipe=chosen):
+    chosen = None if name is None else te.recipe("mxfp8")
+    region = functools.partial(te.autocast, enabled=name is not None, recipe=chosen)
+    with te.quantized_model_init(enabled=name == "stored", recipe=chosen):
         plain = Experts()
         model = Experts(fuse_wgrad_accumulation=True, delay_wgrad_compute=delayed)
     model.mlp.fc1_weight.zero_out_wgrad = True

@@ -66,8 +66,7 @@ def test_torch_adamw_works_too(name: str) -> None:
     parameter = quantized_parameter(name)
     before = parameter.detach().dequantize()
     train([parameter], torch.optim.AdamW([parameter], lr=0.5), range(2))
-    assert isinstance(parameter, QuantizedTensor)
-    assert (parameter.dequantize() - before).abs().mean() > 0.1
+    assert isinstance(parameter, QuantizedTensor) and (parameter.dequantize() - before).abs().mean() > 0.1
 
 
 @pytest.mark.parametrize("shape", [(3, 8), (64, 64)])
@@ -93,8 +92,7 @@ def test_small_updates_are_not_lost() -> None:
     for _ in range(300):
         parameter.grad = torch.ones(parameter.shape)
         optimizer.step()
-    moved = (parameter.detach().dequantize() - before).mean().item()
-    assert moved == pytest.approx(-0.3, abs=0.03)
+    assert (parameter.detach().dequantize() - before).mean().item() == pytest.approx(-0.3, abs=0.03)
 
 
 @pytest.mark.parametrize("moments", ["float32", "bfloat16", "float8"])
@@ -201,8 +199,7 @@ def test_compiled_requantization_has_the_same_bits(name: str) -> None:
     results = []
     for compiled in (False, True):
         parameters = [quantized_parameter(name), quantized_parameter(name, grouped=True)]
-        optimizer = FusedAdamW(parameters, compile=compiled, **OPTIONS)
-        train(parameters, optimizer, range(3))
+        train(parameters, FusedAdamW(parameters, compile=compiled, **OPTIONS), range(3))
         results.append(parameters)
     for eager, compiled in zip(*results, strict=True):
         assert same_bits(eager, compiled)
@@ -214,8 +211,7 @@ def test_more_shapes_than_the_compilers_limit_stay_compiled() -> None:
     torch._dynamo.utils.counters.clear()
     quantizer = weight_quantizers()["identity"]
     parameters = [nn.Parameter(quantizer.quantize(torch.ones(rows, 4))) for rows in range(1, 10) for _ in range(2)]
-    optimizer = FusedAdamW(parameters, compile=True, **OPTIONS)
-    train(parameters, optimizer, range(2))
+    train(parameters, FusedAdamW(parameters, compile=True, **OPTIONS), range(2))
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 9
 
 
@@ -300,8 +296,7 @@ def test_a_flagged_step_changes_nothing(name: str, moments: str) -> None:
 def test_a_classifier_converges_as_with_float32_weights(kind: str) -> None:
     """Two layers separate three interleaved spirals, which no linear map does; all data, the same start and batches.
 
-    Training with quantized weights ends within 5 % (FP8) or 10 % (FP4) of the accuracy of float32 AdamW.
-    """
+    Training with quantized weights ends within 5 % (FP8) or 10 % (FP4) of the accuracy of float32 AdamW."""
 
     def spirals() -> tuple[torch.Tensor, torch.Tensor]:
         r = torch.linspace(0.15, 1, 200)
@@ -329,8 +324,7 @@ def test_a_classifier_converges_as_with_float32_weights(kind: str) -> None:
             loss.backward()
             optimizer.step()
         accuracy[quantized] = (logits.argmax(1) == labels).float().mean().item()
-    assert accuracy[False] > 0.97
-    assert accuracy[True] >= accuracy[False] - (0.1 if name == "nvfp4" else 0.05)
+    assert accuracy[False] > 0.97 and accuracy[True] >= accuracy[False] - (0.1 if name == "nvfp4" else 0.05)
 
 
 def test_moments_are_rounded_anew_by_seed_step_and_parameter() -> None:
@@ -392,8 +386,7 @@ def test_a_layer_learns_with_quantized_weights() -> None:
         torch.nn.utils.clip_grad_norm_(layer.parameters(), 1.0)
         optimizer.step()
         losses.append(loss.item())
-    assert losses[-1] < 0.05 * losses[0]
-    assert isinstance(layer.weight, QuantizedTensor)
+    assert losses[-1] < 0.05 * losses[0] and isinstance(layer.weight, QuantizedTensor)
 
 
 def built_with_initial_values(name: str, kind: str = "dense") -> nn.Module:
@@ -408,8 +401,7 @@ def built_with_initial_values(name: str, kind: str = "dense") -> nn.Module:
 @pytest.mark.parametrize("name", ["delayed", "current", "block", "mxfp8", "nvfp4"])
 def test_a_master_starts_from_the_preserved_value(name: str, kind: str) -> None:
     """It is what torch's AdamW makes of the values before quantization, which are freed."""
-    layer = built_with_initial_values(name, kind)
-    parameters = list(layer.parameters())
+    parameters = list(built_with_initial_values(name, kind).parameters())
     references = [nn.Parameter(p.get_high_precision_init_val().clone()) for p in parameters]
     assert all(not torch.equal(p.dequantize(), r) for p, r in zip(parameters, references, strict=True))
     optimizer = FusedAdamW(parameters, **OPTIONS)

@@ -46,8 +46,7 @@ def test_neighbours_are_the_adjacent_e4m3_numbers() -> None:
     values = torch.tensor(E4M3)
     between = torch.cat([values, (values[:-1] + values[1:]) / 2, values[1:] * (1 - 2.0**-20)])
     below, above = moments._neighbours(between)
-    expected = values[torch.searchsorted(values, between, right=True) - 1]
-    assert torch.equal(below, expected)
+    assert torch.equal(below, values[torch.searchsorted(values, between, right=True) - 1])
     following = values[torch.searchsorted(values, between, right=True).clamp(max=len(values) - 1)]
     assert torch.equal(above, following)
 
@@ -65,8 +64,7 @@ def test_fp8_shapes_and_errors(size: int) -> None:
     data, scale_inv = moments.encode_second(x.square(), bits_for(2, x.shape))
     root = moments.decode_second(data, scale_inv, x.shape).sqrt()
     floor = scale_inv.repeat_interleave(128)[:size] * 2.0**-9
-    assert ((root - x.abs()).abs() <= torch.maximum(x.abs() / 8, floor)).all()
-    assert (root > 0).all()
+    assert ((root - x.abs()).abs() <= torch.maximum(x.abs() / 8, floor)).all() and (root > 0).all()
 
 
 def test_one_pass_in_cpp_has_the_same_bits() -> None:

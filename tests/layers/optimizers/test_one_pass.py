@@ -248,8 +248,7 @@ def test_a_step_that_is_none_changes_nothing(moment_dtype: Any, passes: list[int
 def test_a_backward_pass_notices_that_a_weight_was_written(passes: list[int]) -> None:
     weight = nn.Parameter(torch.ones(16, 16, dtype=torch.bfloat16))
     optimizer = FusedAdamW([weight], compile=True)
-    x = torch.ones(1, 16, dtype=torch.bfloat16, requires_grad=True)
-    y = (x @ weight).sum()
+    y = (torch.ones(1, 16, dtype=torch.bfloat16, requires_grad=True) @ weight).sum()
     weight.grad = torch.ones_like(weight)
     take_step(optimizer)
     assert passes

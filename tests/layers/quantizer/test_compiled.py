@@ -28,8 +28,7 @@ def fields_and_operands(x: Tensor, key: Tensor | None, quantizer: Quantizer) -> 
 def assert_same(got: tuple[Fields, list[Tensor]], expected: tuple[Fields, list[Tensor]]) -> None:
     assert got[0].keys() == expected[0].keys()
     for a, b in zip((*got[0].values(), *got[1]), (*expected[0].values(), *expected[1]), strict=True):
-        assert a.dtype == b.dtype
-        assert torch.equal(raw(a), raw(b))
+        assert a.dtype == b.dtype and torch.equal(raw(a), raw(b))
 
 
 @pytest.mark.parametrize("everyday", [True, pytest.param(False, marks=pytest.mark.slow)])

@@ -56,11 +56,7 @@ def same_codes(got: np.ndarray, expected: np.ndarray, fmt: em.Format) -> bool:
     return np.array_equal(np.isnan(fmt.decode(got)), nan) and np.array_equal(got[~nan], expected[~nan])
 
 
-@pytest.mark.sentinels(
-    "1x32-torch.float32",
-    "128x128 float32-torch.float32",
-    "tensor E5M2-torch.bfloat16",
-)
+@pytest.mark.sentinels("1x32-torch.float32", "128x128 float32-torch.float32", "tensor E5M2-torch.bfloat16")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_fields_equal_the_emulation(name: str, dtype: torch.dtype) -> None:

@@ -107,8 +107,7 @@ def test_operands_equal_the_emulation(name: str, dtype: torch.dtype) -> None:
             direct = quantizer.rounded(x, usage, torch.bfloat16, key)
             kept = quantizer.operand_of_fields(fields, usage, torch.bfloat16, x.shape)
             for operand in (direct, kept):
-                assert operand.values.dtype == torch.bfloat16
-                assert operand.scale is not None
+                assert operand.values.dtype == torch.bfloat16 and operand.scale is not None
                 assert operand.scale.item() == decode, what
                 got = operand.values.double().numpy() * float(decode)
                 np.testing.assert_array_equal(got, exact, err_msg=f"{what} {usage}", strict=True)

@@ -145,10 +145,7 @@ def test_layers_multiply_what_the_quantizers_make(recipe: NVFP4BlockScaling, gro
         (lambda: NVFP4Quantizer(nvfp4_use_4over6=True, stochastic_rounding=True), "stochastic_rounding and nvfp4_use"),
         (lambda: NVFP4Quantizer(nvfp4_e4m3_max=256), "nvfp4_e4m3_max is 256; allowed: 448, and 256 with nvfp4_use_4ov"),
         (lambda: NVFP4Quantizer(nvfp4_4over6_err_mode="max"), "nvfp4_4over6_err_mode is 'max'; allowed: 'MAE', 'MSE'"),  # type: ignore[arg-type]
-        (
-            lambda: NVFP4BlockScaling(nvfp4_4over6="all"),
-            "nvfp4_4over6 is 'all'; allowed with disable_rht",
-        ),
+        (lambda: NVFP4BlockScaling(nvfp4_4over6="all"), "nvfp4_4over6 is 'all'; allowed with disable_rht"),
         (lambda: NVFP4BlockScaling(nvfp4_4over6="input"), "nvfp4_4over6 is 'input'; allowed: 'none', 'weights', 'act"),  # type: ignore[arg-type]
     ],
 )

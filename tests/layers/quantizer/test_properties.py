@@ -11,13 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from torch import Tensor
 
-from te_models.layers.quantizer import (
-    Float8BlockQuantizer,
-    Float8CurrentScalingQuantizer,
-    MXFP8Quantizer,
-    NVFP4Quantizer,
-    Quantizer,
-)
+import te_models.layers.quantizer as quantizers
 from te_models.layers.quantizer.group_offsets import GroupOffsets
 from tests.compare import raw
 from tests.layers import emulation as em
@@ -25,12 +19,12 @@ from tests.layers.emulation_nvfp4 import E2M1
 from tests.layers.quantizer.examples import EXAMPLES
 
 FORMATS = {torch.float8_e4m3fn: em.E4M3, torch.float8_e5m2: em.E5M2}
-POW2: dict[str, Quantizer] = {
-    "tensor": Float8CurrentScalingQuantizer(force_pow_2_scales=True),
-    "1x128": Float8BlockQuantizer(block_scaling_dim=1),
-    "128x128": Float8BlockQuantizer(),
-    "1x32": MXFP8Quantizer(),
-    "32x32 E5M2": MXFP8Quantizer(two_dimensional=True, fp8_dtype=torch.float8_e5m2),
+POW2: dict[str, quantizers.Quantizer] = {
+    "tensor": quantizers.Float8CurrentScalingQuantizer(force_pow_2_scales=True),
+    "1x128": quantizers.Float8BlockQuantizer(block_scaling_dim=1),
+    "128x128": quantizers.Float8BlockQuantizer(),
+    "1x32": quantizers.MXFP8Quantizer(),
+    "32x32 E5M2": quantizers.MXFP8Quantizer(two_dimensional=True, fp8_dtype=torch.float8_e5m2),
 }
 
 
@@ -47,14 +41,14 @@ def matrices(draw: st.DrawFn) -> Tensor:
     return torch.from_numpy(values.astype(np.float32))
 
 
-def dequantized(quantizer: Quantizer, x: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+def dequantized(quantizer: quantizers.Quantizer, x: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     return quantizer.dequantize_fields(quantizer.quantize_fields(x), dtype, x.shape)
 
 
-def step_sizes(quantizer: Quantizer, x: Tensor) -> tuple[em.Format, np.ndarray]:
+def step_sizes(quantizer: quantizers.Quantizer, x: Tensor) -> tuple[em.Format, np.ndarray]:
     """The format and what each element's code is multiplied with, float64, as the stored scales say."""
     fields = quantizer.quantize_fields(x)
-    if isinstance(quantizer, NVFP4Quantizer):
+    if isinstance(quantizer, quantizers.NVFP4Quantizer):
         amax = fields["rowwise_amax"].item()
         decode = (
             float(np.float32(1) / np.float32(min(6 * quantizer.nvfp4_e4m3_max / amax, em.F32_MAX))) if amax else 1.0
@@ -107,11 +101,10 @@ def test_transposition(name: str, x: Tensor) -> None:
     elif not quantizer.symmetric and quantizer.FORMAT != "hybrid" and "RHT" not in name:
         columnwise = quantizer.rounded(x, "columnwise", torch.float32)
         rowwise = quantizer.rounded(x.mT.contiguous(), "rowwise", torch.float32)
-        assert torch.equal(columnwise.values.mT, rowwise.values)
-        assert columnwise.scale == rowwise.scale
+        assert torch.equal(columnwise.values.mT, rowwise.values) and columnwise.scale == rowwise.scale
 
 
-def pieces(quantizer: Quantizer, x: Tensor) -> dict[str, Tensor]:
+def pieces(quantizer: quantizers.Quantizer, x: Tensor) -> dict[str, Tensor]:
     """All that a quantizer makes of x."""
     found = dict(quantizer.quantize_fields(x))
     for usage in ("rowwise", "columnwise"):

@@ -52,10 +52,8 @@ def test_equal_after_every_round_trip(name: str) -> None:
     if name != "delayed":  # its values are stored in the format of current scaling
         copies.append(Quantizer.from_dict(json.loads(json.dumps(quantizer.to_dict()))))
     for again in copies:
-        assert type(again) is type(quantizer)
-        assert again == quantizer
-        assert hash(again) == hash(quantizer)
-        assert repr(again) == repr(quantizer)
+        assert type(again) is type(quantizer) and again == quantizer
+        assert hash(again) == hash(quantizer) and repr(again) == repr(quantizer)
     assert quantizer.to_dict()["format"] == quantizer.FORMAT
 
 
@@ -91,8 +89,7 @@ def test_every_field_is_part_of_the_value(cls: type[Quantizer]) -> None:
         default = cls(nvfp4_use_4over6=True) if field.name == "nvfp4_e4m3_max" else cls()  # type: ignore[call-arg]
         old = getattr(default, field.name)
         changed = dataclasses.replace(default, **{field.name: not old if isinstance(old, bool) else OTHER[field.name]})
-        assert changed != default
-        assert evaluated(changed) == changed
+        assert changed != default and evaluated(changed) == changed
         assert Quantizer.from_dict(changed.to_dict()) == changed
         with pytest.raises(dataclasses.FrozenInstanceError):
             setattr(default, field.name, old)
@@ -122,10 +119,7 @@ X = torch.ones(16, 16)
         (lambda: HybridQuantizer(columnwise_quantizer=None), "columnwise_quantizer is None; allowed: a quantizer"),
         (lambda: Quantizer.from_dict({"format": "int5"}), "quantized format is 'int5'; allowed: 'float8', 'float8_bl"),
         (lambda: Int4Quantizer(group_size=24), "group_size is 24; allowed: 0 for whole rows, and powers of two from 8"),
-        (
-            lambda: Int8Quantizer(scale_dtype=torch.int8),
-            "scale_dtype is torch.int8; allowed: torch.bfloat16, torch.f",
-        ),
+        (lambda: Int8Quantizer(scale_dtype=torch.int8), "scale_dtype is torch.int8; allowed: torch.bfloat16, torch.f"),
         (lambda: Quantizer.from_dict({"format": "int4", "scale_dtype": 3}), "scale_dtype is 3; allowed: 'bfloat16', "),
         (lambda: Quantizer.from_dict({}), "quantized format is None; allowed"),
         (lambda: Quantizer.from_dict({"format": "mxfp8", "speed": 1}), "MXFP8Quantizer has no field 'speed'; its fie"),
@@ -187,5 +181,4 @@ def test_floats_that_repr_cannot_write_are_written() -> None:
 def test_a_live_quantizer_is_itself_only() -> None:
     scale = torch.ones(())
     a, b = (Float8Quantizer(scale, None, torch.float8_e4m3fn) for _ in range(2))
-    assert a != b
-    assert a == a
+    assert a != b and a == a

@@ -46,10 +46,8 @@ EXAMPLES = [
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda r: r.NAME)
 def test_json_round_trip(example: Recipe) -> None:
     again = Recipe.from_json(example.to_json())
-    assert again == example
-    assert hash(again) == hash(example)
-    assert again is not example
-    assert repr(again) == repr(example)
+    assert again == example and hash(again) == hash(example)
+    assert again is not example and repr(again) == repr(example)
 
 
 def test_by_name() -> None:
@@ -268,7 +266,6 @@ def test_quantized_model_init_applies_to_layers_built_inside() -> None:
         inside = Linear(64, 32)
         with quantized_model_init(enabled=False):
             not_this = Linear(64, 32)
-    assert isinstance(inside.weight, QuantizedTensor)
-    assert not isinstance(inside.bias, QuantizedTensor)
+    assert isinstance(inside.weight, QuantizedTensor) and not isinstance(inside.bias, QuantizedTensor)
     assert not isinstance(not_this.weight, QuantizedTensor)
     assert not isinstance(Linear(64, 32).weight, QuantizedTensor)

@@ -14,22 +14,8 @@ from torch._dynamo.testing import CompileCounter
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+import te_models.layers as te
 from te_models.kernels.custom_op import differentiable, registered
-from te_models.layers import (
-    CustomRecipe,
-    DelayedScaling,
-    Float8BlockScaling,
-    Float8CurrentScaling,
-    Linear,
-    MXFP8BlockScaling,
-    NVFP4BlockScaling,
-    Recipe,
-    autocast,
-    cache_weights,
-    checkpoint,
-    collect_statistics,
-    quantized_model_init,
-)
 from te_models.layers.gemm.registered import linear_layer_backward, linear_layer_forward
 from tests.kernels.described import Calls, check_description
 from tests.layers.module.test_compile_claims import nodes_of, reachable
@@ -39,38 +25,38 @@ from tests.layers.recipe.test_delayed_scaling import PLAIN
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 ROWS, IN, OUT = 40, 64, 48
-RECIPES: dict[str, Recipe | None] = {
+RECIPES: dict[str, te.Recipe | None] = {
     "none": None,
-    "delayed": DelayedScaling(),
-    "current": Float8CurrentScaling(),
-    "block": Float8BlockScaling(),
-    "mxfp8": MXFP8BlockScaling(),
-    "nvfp4": NVFP4BlockScaling(),
-    "hybrid": CustomRecipe(qfactory=lambda role: EXAMPLES["hybrid"]),
-    "kept as it is": MXFP8BlockScaling(backward_override="high_precision"),
-    "dequantized": NVFP4BlockScaling(backward_override="dequantized"),
+    "delayed": te.DelayedScaling(),
+    "current": te.Float8CurrentScaling(),
+    "block": te.Float8BlockScaling(),
+    "mxfp8": te.MXFP8BlockScaling(),
+    "nvfp4": te.NVFP4BlockScaling(),
+    "hybrid": te.CustomRecipe(qfactory=lambda role: EXAMPLES["hybrid"]),
+    "kept as it is": te.MXFP8BlockScaling(backward_override="high_precision"),
+    "dequantized": te.NVFP4BlockScaling(backward_override="dequantized"),
 }
 WEIGHTS = ("plain", "stored", "cached")
 CASES = [(name, weights) for name in RECIPES for weights in WEIGHTS if (name, weights) != ("none", "cached")]
 BOTH = ("kernel", "layer")
 
 
-def layer_of(name: str, weights: str = "plain", boundary: str = "layer", **options: Any) -> Linear:
+def layer_of(name: str, weights: str = "plain", boundary: str = "layer", **options: Any) -> te.Linear:
     torch.manual_seed(0)
     options = {"params_dtype": torch.bfloat16, "name": "layer"} | options
-    with quantized_model_init(enabled=weights == "stored", recipe=RECIPES[name] or MXFP8BlockScaling()):
-        layer = Linear(IN, OUT, boundary=boundary, **options)
+    with te.quantized_model_init(enabled=weights == "stored", recipe=RECIPES[name] or te.MXFP8BlockScaling()):
+        layer = te.Linear(IN, OUT, boundary=boundary, **options)
     if layer.fuse_wgrad_accumulation:
         layer.weight.main_grad = torch.ones(OUT, IN)
     return layer
 
 
-def step(layer: Linear, name: str, weights: str, x: Tensor, run: Any = None) -> list[Any]:
+def step(layer: te.Linear, name: str, weights: str, x: Tensor, run: Any = None) -> list[Any]:
     """Return y, the gradients and the amaxes of one pass."""
     generator, run = torch.Generator().manual_seed(1), layer if run is None else run
-    with autocast(RECIPES[name] is not None, recipe=RECIPES[name]):
+    with te.autocast(RECIPES[name] is not None, recipe=RECIPES[name]):
         if weights == "cached":
-            cache_weights(layer)
+            te.cache_weights(layer)
         y = run(x, False) if weights == "cached" else run(x)
         amax = layer.fp8_amax.clone()
     if y.requires_grad:
@@ -110,7 +96,7 @@ def test_real_and_fake_agree_with_options(name: str, option: str) -> None:
     found = {}
     for boundary in BOTH:
         layer = layer_of(name, boundary=boundary, **options)
-        with Calls() as calls, collect_statistics(option == "statistics"):
+        with Calls() as calls, te.collect_statistics(option == "statistics"):
             found[boundary] = step(layer, name, "plain", inputs().requires_grad_())
         for op, arguments in calls.found:
             if op.startswith("linear_layer"):
@@ -200,8 +186,8 @@ def test_a_checkpoint_records_once_and_repeats_the_numbers(name: str, how: str) 
     for boundary in BOTH:
         layer = layer_of(name, boundary=boundary)
 
-        def run(x: Tensor, layer: Linear = layer) -> Tensor:
-            return checkpoint(layer, x, use_reentrant=False)
+        def run(x: Tensor, layer: te.Linear = layer) -> Tensor:
+            return te.checkpoint(layer, x, use_reentrant=False)
 
         run = run if how == "eager" else torch.compile(run, fullgraph=True, backend=how)
         found.append(
@@ -222,8 +208,8 @@ def test_a_region_inside_the_graph() -> None:
         layer = layer_of("delayed", boundary=boundary)
 
         @torch.compile(fullgraph=True, backend=PLAIN)
-        def run(x: Tensor, layer: Linear = layer) -> Tensor:
-            with autocast(recipe=RECIPES["delayed"]):
+        def run(x: Tensor, layer: te.Linear = layer) -> Tensor:
+            with te.autocast(recipe=RECIPES["delayed"]):
                 return layer(x)
 
         for _ in range(2):
@@ -243,7 +229,7 @@ def test_fsdp2_gathers_for_one_operation(name: str, weights: str) -> None:
             model = torch.nn.Sequential(layer, torch.nn.Tanh())
             fully_shard(model, mesh=init_device_mesh("cpu", (1,)), reshard_after_forward=True)
             x = inputs().requires_grad_()
-            with autocast(recipe=RECIPES[name]):
+            with te.autocast(recipe=RECIPES[name]):
                 y = model(x)
             y.float().square().sum().backward()
             found.append([y.detach(), x.grad, layer.weight.grad.full_tensor(), layer.bias.grad.full_tensor()])
@@ -257,14 +243,14 @@ def test_what_is_saved_of_x_is_quantized() -> None:
     saved: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         layer, x = layer_of("mxfp8"), inputs().requires_grad_()
-        with autocast(recipe=RECIPES["mxfp8"]):
+        with te.autocast(recipe=RECIPES["mxfp8"]):
             y = layer(x)
     found = [(t.dtype, tuple(t.shape)) for t in saved]
     assert (torch.float8_e4m3fn, (ROWS, IN)) in found and (torch.uint8, (ROWS // 32 + 1, IN)) in found
     assert (x.dtype, (ROWS, IN)) not in found and len(found) == 3  # and the weight
     nodes = [node for node in nodes_of(y) if hasattr(node, "saved_tensors")]
     held = reachable([vars(node) for node in nodes])
-    assert len(held) > 3 and not [item for item in held if isinstance(item, Recipe)]
+    assert len(held) > 3 and not [item for item in held if isinstance(item, te.Recipe)]
     assert not [a for a in linear_layer_backward._opoverload._schema.arguments if "recipe" in a.name]
 
 
@@ -282,7 +268,7 @@ def test_a_graph_of_one_operation_for_all_token_counts_and_equal_recipes(name: s
     layer, counter, recipe = layer_of(name), CompileCounter(), RECIPES[name]
     run = torch.compile(layer, backend=counter, fullgraph=True, dynamic=True)
     for rows in (40, 17, 33):
-        with autocast(recipe is not None, recipe=recipe and Recipe.from_dict(recipe.to_dict())):
+        with te.autocast(recipe is not None, recipe=recipe and te.Recipe.from_dict(recipe.to_dict())):
             assert run(inputs(rows=rows).requires_grad_()).shape == (rows, OUT)
     assert counter.frame_count == 1
 

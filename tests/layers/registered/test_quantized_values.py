@@ -215,8 +215,7 @@ def test_usage_changes_act_on_a_copy() -> None:
     make = torch.compile(lambda x: quantize(x, None, quantizer, None, False).value, fullgraph=True, backend="aot_eager")
     first, second = make(torch.randn(32, 64)), make(torch.randn(32, 64))
     first.update_usage(columnwise=False)
-    assert not first.quantizer.columnwise
-    assert second.quantizer == quantizer == MXFP8Quantizer()
+    assert not first.quantizer.columnwise and second.quantizer == quantizer == MXFP8Quantizer()
 
     @torch.compile(fullgraph=True, backend="aot_eager")
     def rowwise_only(x: Tensor) -> QuantizedStorage:
@@ -236,8 +235,7 @@ def test_a_live_quantizer_records_through_the_schema(compiled: bool) -> None:
     )
 
     def run(x: Tensor, scales: Tensor, amaxes: Tensor) -> QuantizedTensor:
-        live = Float8Quantizer(scales[1], amaxes[1], torch.float8_e5m2)
-        return quantize_live(x, live)
+        return quantize_live(x, Float8Quantizer(scales[1], amaxes[1], torch.float8_e5m2))
 
     x, scales, amaxes = torch.randn(8, 16), torch.tensor([1.0, 4.0]), torch.zeros(2)
     expected = Float8Quantizer(scales[1], None, torch.float8_e5m2).quantize(x)
@@ -265,8 +263,7 @@ def test_an_alias_is_the_very_object(stored: bool, compiled: bool) -> None:
     x = torch.randn(8, 64)
     value, again, y = function(x, given, quantizer)
     assert again is value and (value is given) is stored
-    assert same_bits(value, quantizer.quantize(weight))
-    assert torch.equal(y, x @ value.dequantize().t())
+    assert same_bits(value, quantizer.quantize(weight)) and torch.equal(y, x @ value.dequantize().t())
 
 
 @pytest.mark.sentinels("tensor-True", "1x16 RHT-False", "tensor-False", "1x32-False", "hybrid-False", "delayed-False")
@@ -347,13 +344,7 @@ def test_texts_that_name_no_known_class_and_live_state_are_refused() -> None:
 
 @pytest.mark.parametrize(
     "annotation",
-    [
-        Quantizer | Tensor,
-        QuantizedStorage | int,
-        Float8Quantizer | None,
-        list[QuantizedTensor],
-        dict[str, Quantizer],
-    ],
+    [Quantizer | Tensor, QuantizedStorage | int, Float8Quantizer | None, list[QuantizedTensor], dict[str, Quantizer]],
     ids=str,
 )
 def test_unknown_annotations_are_refused_at_registration_by_name(annotation: Any, own_registry: None) -> None:
@@ -396,8 +387,7 @@ def test_more_tensors_than_places_are_found(own_registry: None) -> None:
 def test_raw_bytes_of_rows_reach_the_operation() -> None:
     """m_splits travels with the fields."""
     rows = GroupedRows.quantize_rows(torch.randn(40, 32), torch.tensor([7, 0, 26]), MXFP8Quantizer())
-    entry = registered()["test_fill_cache"]
-    parameter = entry.parameters[0]
+    parameter = registered()["test_fill_cache"].parameters[0]
     given = parameter.leaves(rows.to_storage())
     again = parameter.of_leaves(given)
     assert isinstance(again, GroupedTensorStorage) and torch.equal(again.m_splits, rows.m_splits)

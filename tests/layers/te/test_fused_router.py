@@ -10,11 +10,7 @@ from torch import Tensor
 import te_models.layers as te
 
 T, E = 40, 16
-SCORE = {
-    "softmax": lambda x: x.softmax(-1),
-    "sigmoid": torch.sigmoid,
-    "sqrtsoftplus": lambda x: F.softplus(x).sqrt(),
-}
+SCORE = {"softmax": lambda x: x.softmax(-1), "sigmoid": torch.sigmoid, "sqrtsoftplus": lambda x: F.softplus(x).sqrt()}
 
 
 def best(scores: Tensor, topk: int, num_groups: int | None, group_topk: int | None) -> Tensor:

@@ -137,8 +137,7 @@ def test_quantized_rows_stay_quantized(name: str) -> None:
         (ours,), (theirs,) = torch.autograd.grad(rows, x, dy), torch.autograd.grad(expected, plain, dy)
         torch.testing.assert_close(ours, theirs, rtol=2.0**-7, atol=2.0**-7)
     token = row_id_map[0]
-    data = (t.view(torch.uint8) for t in (rows.rowwise_data, x.rowwise_data))
-    ours, theirs = data
+    ours, theirs = (t.view(torch.uint8) for t in (rows.rowwise_data, x.rowwise_data))
     assert torch.equal(ours, theirs[token])
     padded, *_ = te.moe_permute_and_pad_with_probs(x, probs, mask, mask.sum(0), 16)
     assert type(padded) is type(x) and torch.isfinite(padded.dequantize()).all()

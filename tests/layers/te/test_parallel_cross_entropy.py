@@ -1,7 +1,6 @@
 """`parallel_cross_entropy` on one rank, and the mathematics of a split vocabulary, against the whole one in float64.
 
-On two real ranks, eagerly and compiled, it is a case of `tests/layers/tensor_parallel_ranks.py`.
-"""
+On two real ranks, eagerly and compiled, it is a case of `tests/layers/tensor_parallel_ranks.py`."""
 
 from __future__ import annotations
 
@@ -55,8 +54,7 @@ def test_one_rank(smoothing: float) -> None:
     assert ((ours.double() - theirs.double()).abs() <= 2.0**-7 * theirs.double().abs() + 1e-5).all()
     other = te.parallel_cross_entropy(input=logits, target=target.where(target >= 0, 6), ignore_idx=6)
     assert not other[target == -100].any()
-    none = te.parallel_cross_entropy(logits, torch.full((2, 5), -100), reduce_loss=True)
-    assert none.item() == 0
+    assert te.parallel_cross_entropy(logits, torch.full((2, 5), -100), reduce_loss=True).item() == 0
 
 
 def test_gradients_of_the_losses_in_float64() -> None:

@@ -7,17 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from te_models.layers import (
-    DelayedScaling,
-    Linear,
-    MXFP8BlockScaling,
-    PerModuleRecipe,
-    QuantizedTensor,
-    autocast,
-    recipe_state,
-    replace_linears,
-    store_weights,
-)
+import te_models.layers as te
 
 
 class Block(nn.Module):
@@ -62,7 +52,7 @@ def test_parameters_names_and_high_precision_stay(dtype: torch.dtype) -> None:
     expected, names = own(IDS), list(own.state_dict())
     parameters = dict(own.named_parameters())
     random = torch.get_rng_state()
-    report = replace_linears(own, exclude=())
+    report = te.replace_linears(own, exclude=())
     assert torch.equal(torch.get_rng_state(), random), "nothing is drawn"
     assert set(report.replaced) == {f"{b}.{n}" for b in ("blocks.0", "blocks.1", "again") for n in ("up", "down")} | {
         "lm_head"
@@ -71,27 +61,26 @@ def test_parameters_names_and_high_precision_stay(dtype: torch.dtype) -> None:
     after = dict(own.named_parameters())
     assert after.keys() == parameters.keys() and all(after[name] is p for name, p in parameters.items())
     assert own.again is own.blocks[0] and own.lm_head.weight is own.embedding.weight
-    assert list(own.state_dict()) == names
-    assert torch.equal(own(IDS), expected)
+    assert list(own.state_dict()) == names and torch.equal(own(IDS), expected)
     assert not own.blocks[0].up.training and own.blocks[1].up.name == "blocks.1.up"
 
 
 def test_a_recipe_changes_the_numbers_and_never_the_state_dict() -> None:
     own = model()
     optimizer, names = torch.optim.SGD(own.parameters(), lr=0.1), list(own.state_dict())  # built before, used after
-    replace_linears(own)
-    with autocast(recipe=MXFP8BlockScaling()):
+    te.replace_linears(own)
+    with te.autocast(recipe=te.MXFP8BlockScaling()):
         assert not torch.equal(own(IDS), model()(IDS))
     losses = []
     for _ in range(4):
-        with autocast(recipe=DelayedScaling()):
+        with te.autocast(recipe=te.DelayedScaling()):
             loss = nn.functional.cross_entropy(own(IDS).flatten(0, 1), IDS.roll(1).flatten())
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
     assert losses == sorted(losses, reverse=True) and losses[-1] < losses[0] - 0.1
-    assert "blocks.1.up.fp8_scale" in recipe_state(own), "the state of the recipe is there, and in no state dict"
+    assert "blocks.1.up.fp8_scale" in te.recipe_state(own), "the state of the recipe is there, and in no state dict"
     assert list(own.state_dict()) == names
     again = model()
     again.load_state_dict(own.state_dict())
@@ -100,10 +89,10 @@ def test_a_recipe_changes_the_numbers_and_never_the_state_dict() -> None:
 
 def test_weights_may_be_stored_quantized_afterwards() -> None:
     own = model()
-    replace_linears(own)
-    store_weights(own, MXFP8BlockScaling())
-    assert isinstance(own.blocks[0].up.weight, QuantizedTensor) and own.again.up.weight is own.blocks[0].up.weight
-    with autocast(recipe=MXFP8BlockScaling()):
+    te.replace_linears(own)
+    te.store_weights(own, te.MXFP8BlockScaling())
+    assert isinstance(own.blocks[0].up.weight, te.QuantizedTensor) and own.again.up.weight is own.blocks[0].up.weight
+    with te.autocast(recipe=te.MXFP8BlockScaling()):
         own(IDS).sum().backward()
 
 
@@ -116,9 +105,9 @@ def test_what_is_left_and_why() -> None:
     own.again = Another(8, 8)
     own.blocks[0].up.register_forward_hook(lambda *_: None)
     own.blocks[0].down = nn.utils.parametrizations.weight_norm(own.blocks[0].down)
-    rules = PerModuleRecipe(default=MXFP8BlockScaling(), rules=(("blocks.1.down", "bf16"),))
-    report = replace_linears(own, rules)
-    assert report.replaced == ("blocks.1.up",) and type(own.blocks[1].up) is Linear
+    rules = te.PerModuleRecipe(default=te.MXFP8BlockScaling(), rules=(("blocks.1.down", "bf16"),))
+    report = te.replace_linears(own, rules)
+    assert report.replaced == ("blocks.1.up",) and type(own.blocks[1].up) is te.Linear
     assert report.left == {
         "again": "its class is Another, derived from nn.Linear",
         "blocks.0.up": "it has hooks, or a forward of its own",
@@ -131,7 +120,7 @@ def test_what_is_left_and_why() -> None:
 
 def test_patterns_choose() -> None:
     own = model()
-    report = replace_linears(own, include=["blocks.*", "lm_head"], exclude="*.down")
+    report = te.replace_linears(own, include=["blocks.*", "lm_head"], exclude="*.down")
     assert set(report.replaced) == {"blocks.0.up", "blocks.1.up", "lm_head"}
     assert report.left == {
         "blocks.0.down": "exclude names it",
@@ -144,6 +133,6 @@ def test_patterns_choose() -> None:
 
 def test_what_cannot_be_meant_is_refused() -> None:
     with pytest.raises(ValueError, match=r"exclude has the pattern 'layers\.\*', which matches no nn\.Linear"):
-        replace_linears(model(), exclude=("layers.*",))
+        te.replace_linears(model(), exclude=("layers.*",))
     with pytest.raises(ValueError, match=r"the model is itself an nn\.Linear; allowed: a module around it"):
-        replace_linears(nn.Linear(4, 4))
+        te.replace_linears(nn.Linear(4, 4))

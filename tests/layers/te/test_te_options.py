@@ -60,8 +60,7 @@ def test_split_parameters_cache_and_compile() -> None:
         with torch.no_grad():
             layer.key_weight.zero_()
         assert torch.equal(layer(x, is_first_microbatch=False), expected)
-        compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-        assert torch.equal(compiled(x), layer(x))
+        assert torch.equal(torch.compile(layer, fullgraph=True, backend="aot_eager")(x), layer(x))
 
 
 @pytest.mark.parametrize(

@@ -48,8 +48,7 @@ def test_layers_put_together_by_hand() -> None:
     attention = te.DotProductAttention(HEADS, HIDDEN // HEADS, attention_dropout=0.1)
     mlp = te.LayerNormMLP(HIDDEN, FFN, eps=1e-5)
     x = torch.randn(SEQ, BATCH, HIDDEN)
-    parts = qkv(x).view(SEQ, BATCH, HEADS, -1).chunk(3, dim=-1)
-    x = x + attention(*parts, attention_mask=None)
+    x = x + attention(*qkv(x).view(SEQ, BATCH, HEADS, -1).chunk(3, dim=-1), attention_mask=None)
     trained([*qkv.parameters(), *mlp.parameters()], (x + mlp(x)).sum())
 
 

@@ -9,18 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from te_models.layers import (
-    DelayedScaling,
-    Linear,
-    MXFP8BlockScaling,
-    NVFP4BlockScaling,
-    PerModuleRecipe,
-    Recipe,
-    autocast,
-    name_modules,
-    prepare_recipe_state,
-    recipe_state,
-)
+import te_models.layers as te
 
 if not torch.distributed.is_available():
     pytest.skip("this torch is built without distributed", allow_module_level=True)
@@ -29,25 +18,27 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
 RECIPES = {
-    "delayed": DelayedScaling(amax_history_len=3),
-    "delayed, no history": DelayedScaling(amax_history_len=1),
-    "mxfp8": MXFP8BlockScaling(),
-    "nvfp4": NVFP4BlockScaling(),
-    "by name": PerModuleRecipe(default=DelayedScaling(amax_history_len=4), rules=(("1", NVFP4BlockScaling()),)),
+    "delayed": te.DelayedScaling(amax_history_len=3),
+    "delayed, no history": te.DelayedScaling(amax_history_len=1),
+    "mxfp8": te.MXFP8BlockScaling(),
+    "nvfp4": te.NVFP4BlockScaling(),
+    "by name": te.PerModuleRecipe(
+        default=te.DelayedScaling(amax_history_len=4), rules=(("1", te.NVFP4BlockScaling()),)
+    ),
 }
 
 
 def build(seed: int) -> nn.Module:
     torch.manual_seed(seed)
-    model = nn.Sequential(Linear(32, 32), Linear(32, 32))
-    name_modules(model)
+    model = nn.Sequential(te.Linear(32, 32), te.Linear(32, 32))
+    te.name_modules(model)
     return model
 
 
-def step(model: nn.Module, recipe: Recipe, seed: int) -> list[torch.Tensor]:
+def step(model: nn.Module, recipe: te.Recipe, seed: int) -> list[torch.Tensor]:
     x = torch.randn(16, 32, generator=torch.Generator().manual_seed(seed)) * (1 + seed)
     model.zero_grad()
-    with autocast(recipe=recipe):
+    with te.autocast(recipe=recipe):
         y = model(x)
     y.square().sum().backward()
     return [y.detach(), *(p.grad for p in model.parameters())]
@@ -60,13 +51,13 @@ def test_a_run_goes_on_with_the_same_bits(name: str, tmp_path: Path) -> None:
     for i in range(2):
         step(model, recipe, i)
     dcp.save(get_model_state_dict(model), checkpoint_id=tmp_path)
-    prepare_recipe_state(fresh, recipe)
+    te.prepare_recipe_state(fresh, recipe)
     values = get_model_state_dict(fresh)
     dcp.load(values, checkpoint_id=tmp_path)
     set_model_state_dict(fresh, values)
-    state = recipe_state(model)
-    assert recipe_state(fresh).keys() == state.keys()
-    assert all(torch.equal(value, state[key]) for key, value in recipe_state(fresh).items())
+    state = te.recipe_state(model)
+    assert te.recipe_state(fresh).keys() == state.keys()
+    assert all(torch.equal(value, state[key]) for key, value in te.recipe_state(fresh).items())
     for i in range(2, 4):
         for a, b in zip(step(fresh, recipe, i), step(model, recipe, i), strict=True):
             assert torch.equal(a, b)
@@ -76,12 +67,12 @@ def test_a_run_goes_on_with_the_same_bits(name: str, tmp_path: Path) -> None:
 def test_preparing_changes_no_number(name: str) -> None:
     recipe, model = RECIPES[name], build(0)
     prepared = copy.deepcopy(model)
-    prepare_recipe_state(prepared, recipe)
-    assert bool(recipe_state(prepared)) == (name != "mxfp8")
+    te.prepare_recipe_state(prepared, recipe)
+    assert bool(te.recipe_state(prepared)) == (name != "mxfp8")
     for i in range(2):
         for a, b in zip(step(prepared, recipe, i), step(model, recipe, i), strict=True):
             assert torch.equal(a, b)
-    keys = recipe_state(prepared).keys()
-    prepare_recipe_state(prepared, recipe)  # in use already
-    assert recipe_state(prepared).keys() == keys == recipe_state(model).keys()
-    assert all(torch.equal(value, recipe_state(model)[key]) for key, value in recipe_state(prepared).items())
+    keys = te.recipe_state(prepared).keys()
+    te.prepare_recipe_state(prepared, recipe)  # in use already
+    assert te.recipe_state(prepared).keys() == keys == te.recipe_state(model).keys()
+    assert all(torch.equal(value, te.recipe_state(model)[key]) for key, value in te.recipe_state(prepared).items())

@@ -10,31 +10,21 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from te_models.layers import (
-    GroupedLinear,
-    GroupedTensor,
-    Int4Quantizer,
-    Int4Tensor,
-    Int8Quantizer,
-    Int8Tensor,
-    Linear,
-    MXFP8BlockScaling,
-    autocast,
-)
+import te_models.layers as te
 from te_models.layers.quantizer import IntQuantizer
 
 QUANTIZERS: dict[str, IntQuantizer] = {
-    "int4": Int4Quantizer(),
-    "int4 zeros": Int4Quantizer(group_size=64, zero_points=True, scale_dtype=torch.float16),
-    "int8 rows": Int8Quantizer(group_size=0, scale_dtype=torch.float32),
-    "int8 zeros": Int8Quantizer(group_size=128, zero_points=True),
+    "int4": te.Int4Quantizer(),
+    "int4 zeros": te.Int4Quantizer(group_size=64, zero_points=True, scale_dtype=torch.float16),
+    "int8 rows": te.Int8Quantizer(group_size=0, scale_dtype=torch.float32),
+    "int8 zeros": te.Int8Quantizer(group_size=128, zero_points=True),
 }
 
 
-def linear(quantizer: IntQuantizer, dtype: torch.dtype = torch.float32) -> tuple[Linear, Linear]:
+def linear(quantizer: IntQuantizer, dtype: torch.dtype = torch.float32) -> tuple[te.Linear, te.Linear]:
     """Return (a layer with a stored weight, the layer with its values)."""
     torch.manual_seed(0)
-    stored, plain = (Linear(128, 96, bias=True, params_dtype=dtype) for _ in range(2))
+    stored, plain = (te.Linear(128, 96, bias=True, params_dtype=dtype) for _ in range(2))
     weight = quantizer.quantize(plain.weight.detach())
     stored.weight = nn.Parameter(weight, requires_grad=False)
     plain.weight = nn.Parameter(weight.dequantize(), requires_grad=False)
@@ -47,7 +37,7 @@ def linear(quantizer: IntQuantizer, dtype: torch.dtype = torch.float32) -> tuple
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_layer_computes_with_the_values_forward_and_backward(name: str, dtype: torch.dtype) -> None:
     stored, plain = linear(QUANTIZERS[name], dtype)
-    assert isinstance(stored.weight, Int4Tensor if "int4" in name else Int8Tensor)
+    assert isinstance(stored.weight, te.Int4Tensor if "int4" in name else te.Int8Tensor)
     results = []
     for layer in (stored, plain):
         x = torch.linspace(-1, 1, 40 * 128, dtype=dtype).view(40, 128).requires_grad_()
@@ -62,12 +52,12 @@ def test_a_layer_computes_with_the_values_forward_and_backward(name: str, dtype:
 @pytest.mark.parametrize("per_gemm", [False, True])
 def test_experts_compute_with_the_values(per_gemm: bool) -> None:
     torch.manual_seed(0)
-    layer = GroupedLinear(3, 64, 32, bias=False, single_grouped_weight=not per_gemm)
-    quantizer, x = Int4Quantizer(zero_points=True), torch.randn(20, 64, requires_grad=True)
+    layer = te.GroupedLinear(3, 64, 32, bias=False, single_grouped_weight=not per_gemm)
+    quantizer, x = te.Int4Quantizer(zero_points=True), torch.randn(20, 64, requires_grad=True)
     with torch.no_grad():
         for name, weight in list(layer.named_parameters()):
             found = quantizer.quantize_grouped(weight) if weight.dim() == 3 else quantizer.quantize(weight)
-            assert isinstance(found, GroupedTensor if weight.dim() == 3 else Int4Tensor)
+            assert isinstance(found, te.GroupedTensor if weight.dim() == 3 else te.Int4Tensor)
             setattr(layer, name, nn.Parameter(found, requires_grad=False))
     splits = torch.tensor([7, 0, 13])
     y = layer(x, splits)
@@ -103,9 +93,9 @@ def test_fakes_have_the_shapes() -> None:
 
 
 def test_a_recipe_of_floats_refuses_the_weight() -> None:
-    stored, _ = linear(Int4Quantizer())
+    stored, _ = linear(te.Int4Quantizer())
     with (
-        autocast(recipe=MXFP8BlockScaling()),
+        te.autocast(recipe=te.MXFP8BlockScaling()),
         pytest.raises(ValueError, match="the weight is stored as int4, but the recipe in force wants mxfp8"),
     ):
         stored(torch.randn(32, 128))
@@ -126,15 +116,15 @@ def test_files_hold_the_weight(name: str) -> None:
 def test_hand_computed_numbers() -> None:
     """Steps of 7.5 below the largest magnitude; with zero points 15 steps from the least value to the largest."""
     x = torch.tensor([[7.5, -7.5, 1.0, 0.4, -0.6, 3.5, 2.5, 0.0]])
-    symmetric = Int4Quantizer(group_size=8, scale_dtype=torch.float32).quantize(x)
+    symmetric = te.Int4Quantizer(group_size=8, scale_dtype=torch.float32).quantize(x)
     assert symmetric.rowwise_scale_inv.item() == 1.0
     assert symmetric.dequantize().tolist() == [[7.0, -8.0, 1.0, 0.0, -1.0, 4.0, 2.0, 0.0]]
     assert symmetric.rowwise_data.tolist() == [[15 | 0 << 4, 9 | 8 << 4, 7 | 12 << 4, 10 | 8 << 4]]
     y = torch.tensor([[10.0, -5.0, 0.0, 1.0, 2.2, -4.6, 9.4, 3.0]])
-    zeros = Int4Quantizer(group_size=8, zero_points=True, scale_dtype=torch.float32).quantize(y)
+    zeros = te.Int4Quantizer(group_size=8, zero_points=True, scale_dtype=torch.float32).quantize(y)
     assert (zeros.rowwise_scale_inv.item(), zeros.rowwise_zero_point.item()) == (1.0, 5)
     assert zeros.dequantize().tolist() == [[10.0, -5.0, 0.0, 1.0, 2.0, -5.0, 9.0, 3.0]]
-    nothing = Int8Quantizer(group_size=8, scale_dtype=torch.float32).quantize(torch.zeros(1, 8))
+    nothing = te.Int8Quantizer(group_size=8, scale_dtype=torch.float32).quantize(torch.zeros(1, 8))
     assert nothing.dequantize().abs().max() == 0
 
 

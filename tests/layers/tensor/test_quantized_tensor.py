@@ -8,18 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from te_models.layers import (
-    Float8BlockQuantizer,
-    GroupedLinear,
-    GroupedTensor,
-    Linear,
-    MXFP8Quantizer,
-    QuantizedTensor,
-    Quantizer,
-    autocast,
-    quantized_model_init,
-    recipe,
-)
+import te_models.layers as te
 from tests.layers.matrix_recipes import NAMES, fresh
 
 RECIPES = [name for name in NAMES if name is not None]
@@ -29,37 +18,36 @@ def raw(field: torch.Tensor) -> torch.Tensor:
     return field.contiguous().flatten().view(torch.uint8)
 
 
-def same_bits(a: QuantizedTensor, b: QuantizedTensor | dict[str, torch.Tensor]) -> bool:
-    other = b.fields if isinstance(b, QuantizedTensor) else b
+def same_bits(a: te.QuantizedTensor, b: te.QuantizedTensor | dict[str, torch.Tensor]) -> bool:
+    other = b.fields if isinstance(b, te.QuantizedTensor) else b
     return a.fields.keys() == other.keys() and all(torch.equal(raw(f), raw(other[n])) for n, f in a.fields.items())
 
 
 @pytest.fixture(params=[(n, g) for n in RECIPES for g in (False, True)], ids=str)
-def quantized(request) -> QuantizedTensor:
+def quantized(request) -> te.QuantizedTensor:
     name, grouped = request.param
     torch.manual_seed(0)
     quantizer = fresh(name).weight_quantizer()
     return quantizer.quantize_grouped(torch.randn(3, 40, 72)) if grouped else quantizer.quantize(torch.randn(40, 72))
 
 
-def test_the_logical_tensor_is_what_users_see(quantized: QuantizedTensor) -> None:
+def test_the_logical_tensor_is_what_users_see(quantized: te.QuantizedTensor) -> None:
     assert quantized.dtype == torch.float32
-    assert isinstance(quantized, GroupedTensor) == (quantized.dim() == 3)
+    assert isinstance(quantized, te.GroupedTensor) == (quantized.dim() == 3)
     values = quantized.dequantize()
-    assert type(values) is torch.Tensor
-    assert torch.equal(quantized + 1, values + 1)
+    assert type(values) is torch.Tensor and torch.equal(quantized + 1, values + 1)
     assert torch.equal(quantized.sum(), values.sum())
     assert quantized.dequantize(torch.bfloat16).dtype == torch.bfloat16
     assert type(quantized).__name__ in repr(quantized)
 
 
 def test_quantizing_its_own_values_changes_nothing_for_powers_of_two() -> None:
-    for quantizer in (Float8BlockQuantizer(), MXFP8Quantizer(two_dimensional=True)):
+    for quantizer in (te.Float8BlockQuantizer(), te.MXFP8Quantizer(two_dimensional=True)):
         first = quantizer.quantize(torch.randn(64, 64))
         assert torch.equal(quantizer.quantize(first.dequantize()).dequantize(), first.dequantize())
 
 
-def test_copies_keep_the_form(quantized: QuantizedTensor) -> None:
+def test_copies_keep_the_form(quantized: te.QuantizedTensor) -> None:
     parameter = nn.Parameter(quantized)
     for other in (
         quantized.clone(),
@@ -67,10 +55,8 @@ def test_copies_keep_the_form(quantized: QuantizedTensor) -> None:
         copy.deepcopy(parameter),
         quantized.to(torch.device("cpu"), copy=True),
     ):
-        assert type(other) is type(quantized)
-        assert same_bits(other, quantized)
-    assert type(parameter) is type(quantized)
-    assert parameter.requires_grad
+        assert type(other) is type(quantized) and same_bits(other, quantized)
+    assert type(parameter) is type(quantized) and parameter.requires_grad
     assert quantized.clone().rowwise_data.data_ptr() != quantized.rowwise_data.data_ptr()
     assert quantized.detach().rowwise_data.data_ptr() == quantized.rowwise_data.data_ptr()
     half = quantized.to(torch.bfloat16)
@@ -79,13 +65,12 @@ def test_copies_keep_the_form(quantized: QuantizedTensor) -> None:
     assert type(torch.empty_like(quantized)) is type(quantized)
 
 
-def test_meta_and_back(quantized: QuantizedTensor) -> None:
+def test_meta_and_back(quantized: te.QuantizedTensor) -> None:
     meta = quantized.to("meta")
-    assert type(meta) is type(quantized)
-    assert all(f.device.type == "meta" for f in meta.fields.values())
+    assert type(meta) is type(quantized) and all(f.device.type == "meta" for f in meta.fields.values())
 
 
-def test_in_place_operations_requantize_into_the_same_storage(quantized: QuantizedTensor) -> None:
+def test_in_place_operations_requantize_into_the_same_storage(quantized: te.QuantizedTensor) -> None:
     before, pointers = quantized.dequantize(), [f.data_ptr() for f in quantized.fields.values()]
     quantized.mul_(2.0)
     assert same_bits(quantized, quantized.quantizer.quantize_fields(before * 2))
@@ -95,18 +80,17 @@ def test_in_place_operations_requantize_into_the_same_storage(quantized: Quantiz
 
 
 @pytest.mark.parametrize("foreach", [False, True])
-def test_adamw_moves_weights_and_keeps_plain_moments(quantized: QuantizedTensor, foreach: bool) -> None:
+def test_adamw_moves_weights_and_keeps_plain_moments(quantized: te.QuantizedTensor, foreach: bool) -> None:
     parameter = nn.Parameter(quantized.clone())
     parameter.grad = torch.ones(parameter.shape)
     optimizer = torch.optim.AdamW([parameter], lr=0.5, foreach=foreach)
     optimizer.step()
     moved = (parameter.dequantize() - quantized.dequantize()).mean().item()
-    assert -0.6 < moved < -0.4
-    assert type(optimizer.state[parameter]["exp_avg"]) is torch.Tensor
+    assert -0.6 < moved < -0.4 and type(optimizer.state[parameter]["exp_avg"]) is torch.Tensor
 
 
 def test_wrong_input_is_refused() -> None:
-    quantizer = recipe("mxfp8").weight_quantizer()
+    quantizer = te.recipe("mxfp8").weight_quantizer()
     with pytest.raises(ValueError, match="3-D"):
         quantizer.quantize_grouped(torch.randn(3, 4))
     with pytest.raises(ValueError, match="floating-point"):
@@ -120,70 +104,67 @@ def test_wrong_input_is_refused() -> None:
 
 
 def test_quantizers_are_values() -> None:
-    assert MXFP8Quantizer() == MXFP8Quantizer()
-    assert hash(Float8BlockQuantizer()) == hash(Float8BlockQuantizer())
-    assert Float8BlockQuantizer() != Float8BlockQuantizer(block_scaling_dim=1)
-    for quantizer in (MXFP8Quantizer(two_dimensional=True), Float8BlockQuantizer(amax_epsilon=0.5)):
-        assert Quantizer.from_dict(quantizer.to_dict()) == quantizer
+    assert te.MXFP8Quantizer() == te.MXFP8Quantizer()
+    assert hash(te.Float8BlockQuantizer()) == hash(te.Float8BlockQuantizer())
+    assert te.Float8BlockQuantizer() != te.Float8BlockQuantizer(block_scaling_dim=1)
+    for quantizer in (te.MXFP8Quantizer(two_dimensional=True), te.Float8BlockQuantizer(amax_epsilon=0.5)):
+        assert te.Quantizer.from_dict(quantizer.to_dict()) == quantizer
     with pytest.raises(ValueError, match="no field 'blocks'"):
-        Quantizer.from_dict({"format": "mxfp8", "blocks": 1})
+        te.Quantizer.from_dict({"format": "mxfp8", "blocks": 1})
     with pytest.raises(ValueError, match="quantized format is 'int5'"):
-        Quantizer.from_dict({"format": "int5"})
+        te.Quantizer.from_dict({"format": "int5"})
 
 
 def test_members_are_views() -> None:
-    grouped = recipe("mxfp8").weight_quantizer().quantize_grouped(torch.randn(3, 32, 64))
+    grouped = te.recipe("mxfp8").weight_quantizer().quantize_grouped(torch.randn(3, 32, 64))
     member = grouped.member(1)
     member.mul_(4.0)
     assert torch.equal(grouped.dequantize()[1], member.dequantize())
-    assert same_bits(GroupedTensor.from_members(grouped.members()), grouped)
-    other = Float8BlockQuantizer().quantize(torch.randn(32, 64))
+    assert same_bits(te.GroupedTensor.from_members(grouped.members()), grouped)
+    other = te.Float8BlockQuantizer().quantize(torch.randn(32, 64))
     with pytest.raises(ValueError, match="member 1"):
-        GroupedTensor.from_members([member, other])
+        te.GroupedTensor.from_members([member, other])
 
 
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("assign", [False, True])
 def test_state_dicts_load_across_layouts_without_dequantizing(name: str, assign: bool) -> None:
-    with quantized_model_init(recipe=fresh(name)):
-        grouped = GroupedLinear(3, 64, 32, bias=True)
-        split = GroupedLinear(3, 64, 32, bias=True, single_grouped_weight=False)
-        target = GroupedLinear(3, 64, 32, bias=True)
+    with te.quantized_model_init(recipe=fresh(name)):
+        grouped = te.GroupedLinear(3, 64, 32, bias=True)
+        split = te.GroupedLinear(3, 64, 32, bias=True, single_grouped_weight=False)
+        target = te.GroupedLinear(3, 64, 32, bias=True)
     split.load_state_dict(grouped.state_dict(), assign=assign)
     target.load_state_dict(split.state_dict(), assign=assign)
-    assert isinstance(target.weight, GroupedTensor)
-    assert same_bits(target.weight, grouped.weight)
+    assert isinstance(target.weight, te.GroupedTensor) and same_bits(target.weight, grouped.weight)
     x = torch.randn(9, 64)
-    with autocast(recipe=fresh(name)):
+    with te.autocast(recipe=fresh(name)):
         outputs = [layer(x, [4, 0, 5]) for layer in (grouped, split, target)]
-    assert torch.equal(outputs[0], outputs[1])
-    assert torch.equal(outputs[0], outputs[2])
+    assert torch.equal(outputs[0], outputs[1]) and torch.equal(outputs[0], outputs[2])
 
 
 def test_a_partial_set_of_members_is_an_error() -> None:
-    layer = GroupedLinear(3, 8, 8, bias=False)
+    layer = te.GroupedLinear(3, 8, 8, bias=False)
     with pytest.raises(RuntimeError, match="lacks weight1, weight2"):
         layer.load_state_dict({"weight0": torch.zeros(8, 8)})
 
 
 def test_members_that_do_not_fit_each_other_or_the_layer_are_an_error() -> None:
-    layer = GroupedLinear(2, 32, 32, bias=False)
-    mixed = {"weight0": torch.zeros(32, 32), "weight1": MXFP8Quantizer()(torch.zeros(32, 32))}
+    layer = te.GroupedLinear(2, 32, 32, bias=False)
+    mixed = {"weight0": torch.zeros(32, 32), "weight1": te.MXFP8Quantizer()(torch.zeros(32, 32))}
     with pytest.raises(RuntimeError, match="has weight0 in high precision and weight1 quantized"):
         layer.load_state_dict(mixed)
-    layer = GroupedLinear(2, 32, 32, bias=False, single_grouped_weight=False)
+    layer = te.GroupedLinear(2, 32, 32, bias=False, single_grouped_weight=False)
     with pytest.raises(RuntimeError, match="weight has 3 members; expected 2"):
         layer.load_state_dict({"weight": torch.zeros(3, 32, 32)})
 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_modules_move_with_their_storage(name: str) -> None:
-    with quantized_model_init(recipe=fresh(name)):
-        layer = Linear(64, 32)
+    with te.quantized_model_init(recipe=fresh(name)):
+        layer = te.Linear(64, 32)
     before = layer.weight.clone()
     layer.to(torch.bfloat16)
-    assert isinstance(layer.weight, QuantizedTensor)
-    assert layer.weight.dtype == torch.bfloat16
+    assert isinstance(layer.weight, te.QuantizedTensor) and layer.weight.dtype == torch.bfloat16
     assert same_bits(layer.weight, before)
     layer.reset_parameters()
     assert not same_bits(layer.weight, before)

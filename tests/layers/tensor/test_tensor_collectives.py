@@ -16,24 +16,14 @@ from torch import Tensor, nn
 from torch.distributed._state_dict_utils import _broadcast_state_dict
 from torch.nn.parallel import DistributedDataParallel
 
-from te_models.layers import (
-    Float8BlockQuantizer,
-    GroupedLinear,
-    GroupedRows,
-    Linear,
-    NVFP4Quantizer,
-    QuantizedTensor,
-    autocast,
-    quantized_model_init,
-    recipe,
-)
+import te_models.layers as te
 from tests.build import weight_quantizers
 from tests.compare import raw, refused, same_bits
 from tests.ranks import everyones, on_ranks
 
 RANKS = 2
 NAMESPACES = ("c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd", "symm_mem", "_dtensor")
-FORMATS = weight_quantizers() | {"nvfp4_rht": NVFP4Quantizer(with_rht=True)}
+FORMATS = weight_quantizers() | {"nvfp4_rht": te.NVFP4Quantizer(with_rht=True)}
 
 
 def operations() -> list[str]:
@@ -48,18 +38,18 @@ def operation(name: str) -> Any:
     return getattr(getattr(getattr(torch.ops, namespace), base), overload or "default")
 
 
-def make(kind: str, seed: int, rows: int = 128) -> QuantizedTensor:
+def make(kind: str, seed: int, rows: int = 128) -> te.QuantizedTensor:
     """A new tensor of a format; "rows of mxfp8" and "3 of mxfp8" are grouped."""
     return made(kind, seed, rows).clone()
 
 
 @functools.cache
-def made(kind: str, seed: int, rows: int) -> QuantizedTensor:
+def made(kind: str, seed: int, rows: int) -> te.QuantizedTensor:
     generator = torch.Generator().manual_seed(seed)
     count, _, name = kind.rpartition(" of ")
     if count == "rows":
         x, splits = torch.randn(rows, 128, generator=generator), torch.tensor([seed % rows, rows - seed % rows])
-        return GroupedRows.quantize_rows(x, splits, FORMATS[name])
+        return te.GroupedRows.quantize_rows(x, splits, FORMATS[name])
     if count:
         return FORMATS[name].quantize_grouped(torch.randn(int(count), rows, 128, generator=generator))
     return FORMATS[name].quantize(torch.randn(rows, 128, generator=generator))
@@ -72,11 +62,11 @@ KINDS = [
 ]
 
 
-def stored(x: QuantizedTensor) -> dict[str, Tensor]:
+def stored(x: te.QuantizedTensor) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in x.inner_tensors().items()}
 
 
-def equal(x: QuantizedTensor, other: dict[str, Tensor]) -> bool:
+def equal(x: te.QuantizedTensor, other: dict[str, Tensor]) -> bool:
     mine = x.inner_tensors()
     return mine.keys() == other.keys() and all(torch.equal(raw(t), raw(other[n])) for n, t in mine.items())
 
@@ -250,13 +240,13 @@ for namespace in ("c10d_functional", "_c10d_functional", "_c10d_functional_autog
     }
 
 
-def both_refused(op: Any, x: QuantizedTensor, arguments: Callable[[QuantizedTensor], tuple]) -> None:
+def both_refused(op: Any, x: te.QuantizedTensor, arguments: Callable[[te.QuantizedTensor], tuple]) -> None:
     before = stored(x)
     refused(lambda: op(*arguments(x)), "cannot write into a", "a plain tensor for the values")
     assert equal(x, before)
 
 
-def argument_of(argument: Any, x: QuantizedTensor) -> Any:
+def argument_of(argument: Any, x: te.QuantizedTensor) -> Any:
     """Something that a schema's argument takes, quantized where it is a tensor."""
     kind, named = str(argument.type), {"ranks": [0, 1], "group_size": RANKS}
     if argument.name in named:
@@ -378,7 +368,7 @@ def test_views_are_broadcast_as_their_fields() -> None:
 
 @on_ranks(2)
 def test_a_tensor_of_another_format_is_not_received() -> None:
-    x = Float8BlockQuantizer(amax_epsilon=0.5 * me()).quantize(torch.randn(64, 64))
+    x = te.Float8BlockQuantizer(amax_epsilon=0.5 * me()).quantize(torch.randn(64, 64))
     before = stored(x)
     if me() == 0:
         dist.broadcast(x, 0)
@@ -408,8 +398,8 @@ def test_ddp_with_sharded_optimizer_keeps_ranks_equal(name: str, buckets: bool) 
     from torch.distributed.optim import ZeroRedundancyOptimizer  # its import warns of torch's own use of torch.jit
 
     torch.manual_seed(me())
-    with quantized_model_init(recipe=recipe(name)):
-        model = nn.ModuleList([Linear(64, 64) for _ in range(2)] + [GroupedLinear(2, 64, 64)])
+    with te.quantized_model_init(recipe=te.recipe(name)):
+        model = nn.ModuleList([te.Linear(64, 64) for _ in range(2)] + [te.GroupedLinear(2, 64, 64)])
         model[0].requires_grad_(False)
 
     class Run(nn.Module):
@@ -425,7 +415,7 @@ def test_ddp_with_sharded_optimizer_keeps_ranks_equal(name: str, buckets: bool) 
     before = stored(model[1].weight)
     optimizer = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, lr=0.05)
     for _ in range(3):
-        with autocast(recipe=recipe(name)):
+        with te.autocast(recipe=te.recipe(name)):
             y = ddp(torch.randn(64, 64))
         y.square().mean().backward()
         optimizer.step()
@@ -442,7 +432,7 @@ def agree(model: nn.Module) -> bool:
     tensors = [
         raw(t)
         for p in model.parameters()
-        for t in (p.inner_tensors().values() if isinstance(p, QuantizedTensor) else (p,))
+        for t in (p.inner_tensors().values() if isinstance(p, te.QuantizedTensor) else (p,))
     ]
     return all(torch.equal(a, b) for a, b in zip(*everyones(tensors), strict=True))
 

@@ -12,19 +12,8 @@ import pytest
 import torch
 from torch import nn
 
+import te_models.layers as te
 from te_models.checkpoints import plain_state_dict
-from te_models.layers import (
-    DelayedScaling,
-    Float8BlockQuantizer,
-    GroupedLinear,
-    GroupedTensor,
-    Linear,
-    MXFP8Quantizer,
-    QuantizedTensor,
-    autocast,
-    quantized_model_init,
-    recipe,
-)
 from te_models.layers.tensor.formats import rebuild_quantized
 from tests.build import weight_quantizers
 from tests.compare import in_dtype, same_bits
@@ -33,7 +22,7 @@ FORMATS = weight_quantizers()
 
 
 @pytest.fixture(params=[(n, g) for n in FORMATS for g in (False, True)], ids=lambda p: f"{p[0]}-{'grouped' * p[1]}")
-def quantized(request: pytest.FixtureRequest) -> QuantizedTensor:
+def quantized(request: pytest.FixtureRequest) -> te.QuantizedTensor:
     name, grouped = request.param
     torch.manual_seed(0)
     return (
@@ -43,28 +32,27 @@ def quantized(request: pytest.FixtureRequest) -> QuantizedTensor:
     )
 
 
-def pointers(x: QuantizedTensor) -> list[int]:
+def pointers(x: te.QuantizedTensor) -> list[int]:
     return [field.data_ptr() for field in x.fields.values()]
 
 
 # --- copy_ and quantize_ ----------------------------------------------------------------------------------------------
 
 
-def test_plain_takes_quantized(quantized: QuantizedTensor) -> None:
+def test_plain_takes_quantized(quantized: te.QuantizedTensor) -> None:
     plain = torch.empty(quantized.shape, dtype=torch.bfloat16)
     plain.copy_(quantized)
-    assert type(plain) is torch.Tensor
-    assert torch.equal(plain, quantized.dequantize().bfloat16())
+    assert type(plain) is torch.Tensor and torch.equal(plain, quantized.dequantize().bfloat16())
 
 
-def test_quantized_takes_plain(quantized: QuantizedTensor) -> None:
+def test_quantized_takes_plain(quantized: te.QuantizedTensor) -> None:
     x, before = torch.randn(quantized.shape, dtype=torch.bfloat16), pointers(quantized)
     assert quantized.copy_(x) is quantized
     assert same_bits(quantized, quantized.quantizer.quantize_fields(x.float()))
     assert pointers(quantized) == before
 
 
-def test_quantized_takes_its_like_bit_for_bit(quantized: QuantizedTensor) -> None:
+def test_quantized_takes_its_like_bit_for_bit(quantized: te.QuantizedTensor) -> None:
     source = quantized.clone().mul_(3.0)
     quantized.copy_(source)
     assert same_bits(quantized, source)
@@ -79,8 +67,8 @@ def test_quantized_takes_its_like_with_fewer_copies(name: str) -> None:
     assert same_bits(target, FORMATS[name].quantize_fields(source.dequantize(torch.float32)))
 
 
-def test_quantized_takes_another_format(quantized: QuantizedTensor) -> None:
-    other = Float8BlockQuantizer(block_scaling_dim=1, amax_epsilon=0.25)
+def test_quantized_takes_another_format(quantized: te.QuantizedTensor) -> None:
+    other = te.Float8BlockQuantizer(block_scaling_dim=1, amax_epsilon=0.25)
     x = torch.randn(quantized.shape)
     source = other.quantize(x) if x.dim() == 2 else other.quantize_grouped(x)
     quantized.copy_(source)
@@ -88,7 +76,7 @@ def test_quantized_takes_another_format(quantized: QuantizedTensor) -> None:
 
 
 @pytest.mark.parametrize("flag", [torch.tensor(0), torch.tensor([2.0]), torch.tensor(1, dtype=torch.int32)])
-def test_a_noop_flag_decides_whether_anything_changes(quantized: QuantizedTensor, flag: torch.Tensor) -> None:
+def test_a_noop_flag_decides_whether_anything_changes(quantized: te.QuantizedTensor, flag: torch.Tensor) -> None:
     before, x, places = quantized.clone(), torch.randn(quantized.shape), pointers(quantized)
     quantized.quantize_(x, noop=flag)
     assert same_bits(quantized, before if flag.item() else quantized.quantizer.quantize_fields(x))
@@ -97,11 +85,11 @@ def test_a_noop_flag_decides_whether_anything_changes(quantized: QuantizedTensor
 
 def test_the_noop_flag_is_never_read_on_the_host() -> None:
     """On the meta device reading a value raises."""
-    meta = MXFP8Quantizer().quantize_grouped(torch.randn(2, 32, 32)).to("meta")
+    meta = te.MXFP8Quantizer().quantize_grouped(torch.randn(2, 32, 32)).to("meta")
     meta.quantize_(torch.empty(2, 32, 32, device="meta"), noop=torch.empty((), device="meta"))
 
 
-def test_out_arguments_are_requantized(quantized: QuantizedTensor) -> None:
+def test_out_arguments_are_requantized(quantized: te.QuantizedTensor) -> None:
     """Written by keyword, where an in-place method writes to its first argument."""
     x, before = torch.randn(quantized.shape), pointers(quantized)
     assert torch.add(x, 1, out=quantized) is quantized
@@ -110,7 +98,7 @@ def test_out_arguments_are_requantized(quantized: QuantizedTensor) -> None:
 
 
 @pytest.mark.parametrize("write", ["quantize_", "data", "copy_"])
-def test_a_backward_pass_after_its_weight_was_written_to_is_an_error(quantized: QuantizedTensor, write: str) -> None:
+def test_a_backward_pass_after_its_weight_was_written_to_is_an_error(quantized: te.QuantizedTensor, write: str) -> None:
     """As for a plain weight: gradients of other values than those of the forward pass are no gradients."""
     parameter, values = nn.Parameter(quantized), torch.ones(quantized.shape)
     y = parameter * torch.randn(quantized.shape, requires_grad=True)
@@ -123,7 +111,7 @@ def test_a_backward_pass_after_its_weight_was_written_to_is_an_error(quantized: 
         y.sum().backward()
 
 
-def test_writing_a_wrong_shape_is_refused(quantized: QuantizedTensor) -> None:
+def test_writing_a_wrong_shape_is_refused(quantized: te.QuantizedTensor) -> None:
     with pytest.raises(ValueError, match="cannot quantize shape"):
         quantized.copy_(torch.ones(7))
 
@@ -131,11 +119,10 @@ def test_writing_a_wrong_shape_is_refused(quantized: QuantizedTensor) -> None:
 # --- copies and moves -------------------------------------------------------------------------------------------------
 
 
-def test_clone_detach_and_deepcopy(quantized: QuantizedTensor) -> None:
+def test_clone_detach_and_deepcopy(quantized: te.QuantizedTensor) -> None:
     parameter = nn.Parameter(quantized)
     for new, shared in ((quantized.clone(), False), (quantized.detach(), True), (copy.deepcopy(parameter), False)):
-        assert type(new) is type(quantized)
-        assert same_bits(new, quantized)
+        assert type(new) is type(quantized) and same_bits(new, quantized)
         assert (pointers(new) == pointers(quantized)) == shared
     copied = copy.deepcopy(nn.ParameterList([parameter, parameter]))
     assert copied[0] is copied[1] and copied[0].requires_grad
@@ -143,7 +130,7 @@ def test_clone_detach_and_deepcopy(quantized: QuantizedTensor) -> None:
     assert quantized.dequantize().any()
 
 
-def test_assigned_data_is_quantized(quantized: QuantizedTensor) -> None:
+def test_assigned_data_is_quantized(quantized: te.QuantizedTensor) -> None:
     parameter, fields = nn.Parameter(quantized), pointers(quantized)
     parameter.data = values = torch.ones(quantized.shape)
     assert pointers(parameter) == fields and torch.equal(parameter.dequantize(torch.float32), values)
@@ -153,18 +140,17 @@ def test_assigned_data_is_quantized(quantized: QuantizedTensor) -> None:
         parameter.data = torch.ones(3)
 
 
-def test_empty_like_is_quantized_and_zeros_like_is_what_moments_are_made_of(quantized: QuantizedTensor) -> None:
+def test_empty_like_is_quantized_and_zeros_like_is_what_moments_are_made_of(quantized: te.QuantizedTensor) -> None:
     empty = torch.empty_like(quantized)
     assert type(empty) is type(quantized) and not set(pointers(empty)) & set(pointers(quantized))
     assert torch.equal(empty.zero_().dequantize(), torch.zeros(quantized.shape))
     zeros = torch.zeros_like(quantized, memory_format=torch.preserve_format)
     assert type(zeros) is torch.Tensor and zeros.shape == quantized.shape and not zeros.any()
     assert type(quantized.new_zeros(quantized.shape)) is type(quantized)
-    assert type(quantized.new_empty(5)) is torch.Tensor
-    assert type(torch.ones_like(quantized)) is torch.Tensor
+    assert type(quantized.new_empty(5)) is torch.Tensor and type(torch.ones_like(quantized)) is torch.Tensor
 
 
-def test_another_dtype_is_that_of_the_values(quantized: QuantizedTensor) -> None:
+def test_another_dtype_is_that_of_the_values(quantized: te.QuantizedTensor) -> None:
     values = quantized.dequantize(torch.float64)
     float64, float16 = torch.float64, torch.float16
     for plain in (
@@ -187,12 +173,12 @@ def test_another_dtype_is_that_of_the_values(quantized: QuantizedTensor) -> None
     assert type(meta) is torch.Tensor and (meta.dtype, meta.shape, meta.is_meta) == (float16, quantized.shape, True)
 
 
-def test_the_same_dtype_is_no_conversion(quantized: QuantizedTensor) -> None:
+def test_the_same_dtype_is_no_conversion(quantized: te.QuantizedTensor) -> None:
     for same in (quantized.to(torch.float32), quantized.to("cpu", copy=True), quantized.to(torch.float32, copy=True)):
         assert type(same) is type(quantized) and same_bits(same, quantized)
 
 
-def test_new_tensors_of_another_dtype_are_plain(quantized: QuantizedTensor) -> None:
+def test_new_tensors_of_another_dtype_are_plain(quantized: te.QuantizedTensor) -> None:
     """What a float32 master of a bfloat16 weight is allocated with."""
     half = in_dtype(quantized, torch.bfloat16)
     for new in (
@@ -208,7 +194,7 @@ def test_new_tensors_of_another_dtype_are_plain(quantized: QuantizedTensor) -> N
     assert torch.equal(master, half.dequantize(torch.float32))
 
 
-def test_gradients_pass_a_conversion(quantized: QuantizedTensor) -> None:
+def test_gradients_pass_a_conversion(quantized: te.QuantizedTensor) -> None:
     parameter = nn.Parameter(quantized)
     for convert in (parameter.float, parameter.double, lambda: parameter.to(torch.bfloat16)):
         parameter.grad = None
@@ -217,7 +203,7 @@ def test_gradients_pass_a_conversion(quantized: QuantizedTensor) -> None:
         assert parameter.grad.dtype is torch.float32
 
 
-def test_lists_are_copied_bit_for_bit(quantized: QuantizedTensor) -> None:
+def test_lists_are_copied_bit_for_bit(quantized: te.QuantizedTensor) -> None:
     into = [torch.empty_like(quantized), torch.zeros(quantized.shape), torch.empty_like(quantized)]
     plain = torch.ones(quantized.shape)
     torch._foreach_copy_(into, [quantized, quantized, plain])
@@ -225,7 +211,7 @@ def test_lists_are_copied_bit_for_bit(quantized: QuantizedTensor) -> None:
     assert same_bits(into[2], torch.empty_like(quantized).copy_(plain))
 
 
-def test_a_device_move_moves_every_field(quantized: QuantizedTensor) -> None:
+def test_a_device_move_moves_every_field(quantized: te.QuantizedTensor) -> None:
     meta = quantized.to("meta")
     assert type(meta) is type(quantized) and meta.device.type == "meta"
     assert {field.device.type for field in meta.fields.values()} == {"meta"}
@@ -236,7 +222,7 @@ def test_a_device_move_moves_every_field(quantized: QuantizedTensor) -> None:
     assert same_bits(back, quantized)
 
 
-def test_pinned_memory_is_of_every_field(quantized: QuantizedTensor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pinned_memory_is_of_every_field(quantized: te.QuantizedTensor, monkeypatch: pytest.MonkeyPatch) -> None:
     """As `CPUOffloadPolicy` of FSDP2 asks for, which went on with plain values."""
     pinned: set[int] = set()
 
@@ -252,14 +238,14 @@ def test_pinned_memory_is_of_every_field(quantized: QuantizedTensor, monkeypatch
     assert torch.ops.aten.is_pinned.default(new) and not torch.ops.aten.is_pinned.default(quantized)
 
 
-def test_repr_names_the_class(quantized: QuantizedTensor) -> None:
+def test_repr_names_the_class(quantized: te.QuantizedTensor) -> None:
     assert repr(quantized).startswith(f"{type(quantized).__name__}(shape=")
 
 
 # --- files ------------------------------------------------------------------------------------------------------------
 
 
-def test_torch_save_is_read_with_weights_only(quantized: QuantizedTensor) -> None:
+def test_torch_save_is_read_with_weights_only(quantized: te.QuantizedTensor) -> None:
     file = io.BytesIO()
     torch.save({"w": quantized, "p": nn.Parameter(in_dtype(quantized, torch.bfloat16)), "plain": torch.ones(2)}, file)
     file.seek(0)
@@ -270,11 +256,11 @@ def test_torch_save_is_read_with_weights_only(quantized: QuantizedTensor) -> Non
     assert loaded["p"].dtype is torch.bfloat16 and same_bits(loaded["p"], quantized)
 
 
-def test_pickle_round_trip(quantized: QuantizedTensor) -> None:
+def test_pickle_round_trip(quantized: te.QuantizedTensor) -> None:
     assert same_bits(pickle.loads(pickle.dumps(quantized)), quantized)
 
 
-def test_a_parameter_is_pickled_with_what_users_have_set(quantized: QuantizedTensor) -> None:
+def test_a_parameter_is_pickled_with_what_users_have_set(quantized: te.QuantizedTensor) -> None:
     """As a plain one is; the entries of a state dict, which are no parameters, have none."""
     parameter = nn.Parameter(quantized)
     parameter.partition_dim, parameter.hook = 1, print
@@ -287,23 +273,22 @@ def test_a_parameter_is_pickled_with_what_users_have_set(quantized: QuantizedTen
     assert not hasattr(torch.load(file, weights_only=True)[1], "partition_dim")
 
 
-def test_shared_memory_holds_every_field(quantized: QuantizedTensor) -> None:
+def test_shared_memory_holds_every_field(quantized: te.QuantizedTensor) -> None:
     """torch's own way reaches for a storage that the wrapper does not have, and the process dies."""
     before = quantized.clone()
-    assert not quantized.is_shared()
-    assert quantized.share_memory_() is quantized
+    assert not quantized.is_shared() and quantized.share_memory_() is quantized
     assert quantized.is_shared() and all(field.is_shared() for field in quantized.fields.values())
     assert same_bits(quantized, before)
 
 
 def test_a_view_is_not_saved_with_half_of_its_meaning() -> None:
-    view = MXFP8Quantizer().quantize(torch.randn(32, 32)).view(-1)
+    view = te.MXFP8Quantizer().quantize(torch.randn(32, 32)).view(-1)
     with pytest.raises(ValueError, match="cannot be saved"):
         torch.save(view, io.BytesIO())
 
 
 @dataclass(frozen=True, kw_only=True)
-class Louder(MXFP8Quantizer):
+class Louder(te.MXFP8Quantizer):
     """A user's own, with a field that no file knows."""
 
     factor: float = 2.0
@@ -318,7 +303,7 @@ def test_what_no_file_could_be_read_back_from_is_not_saved() -> None:
 
 
 def test_files_that_contradict_themselves_are_refused() -> None:
-    x = MXFP8Quantizer().quantize(torch.randn(32, 32))
+    x = te.MXFP8Quantizer().quantize(torch.randn(32, 32))
     _, (name, quantizer, shape, dtype, fields, flags) = x.__reduce_ex__(2)
     with pytest.raises(ValueError, match=r"class 'os\.system'"):
         rebuild_quantized("os.system", quantizer, shape, dtype, fields, flags)
@@ -337,8 +322,8 @@ RECIPES = ["current", "block", "mxfp8"]
 
 
 def build(name: str, grouped: bool) -> nn.Module:
-    with quantized_model_init(recipe=recipe(name)):
-        return GroupedLinear(2, 64, 32, bias=False) if grouped else Linear(64, 32)
+    with te.quantized_model_init(recipe=te.recipe(name)):
+        return te.GroupedLinear(2, 64, 32, bias=False) if grouped else te.Linear(64, 32)
 
 
 @pytest.mark.parametrize("grouped", [False, True])
@@ -359,8 +344,8 @@ def test_module_moves_keep_class_bits_and_attributes(name: str, grouped: bool) -
 
 @pytest.mark.parametrize("name", [None, *RECIPES])
 def test_parameters_that_leave_the_meta_device_keep_attributes(name: str | None) -> None:
-    with quantized_model_init(enabled=name is not None, recipe=name and recipe(name)):
-        module = Linear(64, 32, device="meta")
+    with te.quantized_model_init(enabled=name is not None, recipe=name and te.recipe(name)):
+        module = te.Linear(64, 32, device="meta")
     module.weight.partition_dim = 0
     module.to_empty(device="cpu")
     assert module.weight.device.type == "cpu" and module.weight.partition_dim == 0
@@ -374,32 +359,29 @@ def test_meta_init_then_load(name: str, grouped: bool, assign: bool, tmp_path: P
     torch.save(source.state_dict(), tmp_path / "state.pt")
     with torch.device("meta"):
         module = build(name, grouped)
-    assert isinstance(module.weight, QuantizedTensor) and module.weight.is_meta
-    assert isinstance(module.weight, GroupedTensor) == grouped
+    assert isinstance(module.weight, te.QuantizedTensor) and module.weight.is_meta
+    assert isinstance(module.weight, te.GroupedTensor) == grouped
     if not assign:
         module.to_empty(device="cpu")
     module.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True), assign=assign)
     assert type(module.weight) is type(source.weight) and isinstance(module.weight, nn.Parameter)
-    assert same_bits(module.weight, source.weight)
-    assert module.weight.requires_grad
+    assert same_bits(module.weight, source.weight) and module.weight.requires_grad
 
 
 def test_meta_init_then_initialise_anew() -> None:
     with torch.device("meta"):
         module = build("block", False)
     module.to_empty(device="cpu").reset_parameters()
-    assert isinstance(module.weight, QuantizedTensor)
-    assert 0.01 < module.weight.dequantize().std() < 0.03
+    assert isinstance(module.weight, te.QuantizedTensor) and 0.01 < module.weight.dequantize().std() < 0.03
 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_plain_values_load_into_quantized_weights_and_back(name: str) -> None:
-    quantized, plain = build(name, False), Linear(64, 32)
+    quantized, plain = build(name, False), te.Linear(64, 32)
     quantized.load_state_dict(plain.state_dict())
     assert same_bits(quantized.weight, quantized.weight.quantizer.quantize_fields(plain.weight.detach()))
     plain.load_state_dict(quantized.state_dict())
-    assert type(plain.weight) is nn.Parameter
-    assert torch.equal(plain.weight, quantized.weight.dequantize())
+    assert type(plain.weight) is nn.Parameter and torch.equal(plain.weight, quantized.weight.dequantize())
 
 
 @pytest.mark.parametrize("grouped", [False, True])
@@ -409,17 +391,16 @@ def test_clipping_and_adamw_in_a_training_step(name: str, grouped: bool) -> None
     before = module.weight.detach().dequantize()
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
     x = torch.randn(8, 64)
-    with autocast(recipe=recipe(name)):
+    with te.autocast(recipe=te.recipe(name)):
         y = module(x, [3, 5]) if grouped else module(x)
     (100 * y.square().mean()).backward()
     assert type(module.weight.grad) is torch.Tensor and module.weight.grad.shape == module.weight.shape
-    total = torch.nn.utils.clip_grad_norm_(module.parameters(), 0.5)
-    assert total > 0.5
+    assert torch.nn.utils.clip_grad_norm_(module.parameters(), 0.5) > 0.5
     norms = [p.grad.norm() for p in module.parameters()]
     assert torch.stack(norms).norm().item() == pytest.approx(0.5, rel=1e-3)
     optimizer.step()
     moved = (module.weight.detach().dequantize() - before).abs().mean()
-    assert moved > 0.05 and isinstance(module.weight, QuantizedTensor)
+    assert moved > 0.05 and isinstance(module.weight, te.QuantizedTensor)
     state = optimizer.state[module.weight]
     assert type(state["exp_avg"]) is type(state["exp_avg_sq"]) is torch.Tensor
 
@@ -437,7 +418,7 @@ def test_compiled_steps_see_updates_of_the_storage(name: str, grouped: bool, bac
     splits = torch.tensor([3, 5])
     outputs = []
     for _ in range(2):
-        with autocast(recipe=recipe(name)):
+        with te.autocast(recipe=te.recipe(name)):
             y = compiled(x, splits) if grouped else compiled(x)
             eager = module(x, splits) if grouped else module(x)
         torch.testing.assert_close(y, eager, rtol=1e-3, atol=1e-3)
@@ -451,8 +432,8 @@ def test_compiled_steps_see_updates_of_the_storage(name: str, grouped: bool, bac
 def test_weights_of_delayed_scaling_are_restored_bit_for_bit_from_a_file() -> None:
     """The file knows their format, which is that of current scaling."""
     torch.manual_seed(0)
-    with quantized_model_init(recipe=DelayedScaling()):
-        source, target = Linear(33, 50), Linear(33, 50)
+    with te.quantized_model_init(recipe=te.DelayedScaling()):
+        source, target = te.Linear(33, 50), te.Linear(33, 50)
     file = io.BytesIO()
     torch.save(source.state_dict(), file)
     file.seek(0)

@@ -7,13 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from te_models.layers import (
-    Float8CurrentScalingQuantizer,
-    GroupedTensor,
-    MXFP8Quantizer,
-    NVFP4Quantizer,
-    QuantizedTensor,
-)
+import te_models.layers as te
 from tests.build import weight_quantizers
 from tests.compare import same_bits
 
@@ -21,13 +15,13 @@ FORMATS = weight_quantizers()
 ONE_SCALE = ("float8", "nvfp4", "nvfp4_1d")
 
 
-def make(name: str, *shape: int) -> QuantizedTensor:
+def make(name: str, *shape: int) -> te.QuantizedTensor:
     torch.manual_seed(0)
     x = torch.randn(shape)
     return FORMATS[name].quantize(x) if len(shape) == 2 else FORMATS[name].quantize_grouped(x)
 
 
-def shares_storage(view: QuantizedTensor, base: QuantizedTensor) -> bool:
+def shares_storage(view: te.QuantizedTensor, base: te.QuantizedTensor) -> bool:
     mine = {field.untyped_storage().data_ptr() for field in view.fields.values()}
     return mine == {field.untyped_storage().data_ptr() for field in base.fields.values()}
 
@@ -40,8 +34,7 @@ def test_a_view_of_another_shape_is_numbers_that_can_be_written(name: str, shape
     for new in ((-1,), (-1, 128), (2, -1, 128)):
         view = base.view(new)
         assert type(view) is type(base) and shares_storage(view, base)
-        assert view.shape == values.view(new).shape
-        assert torch.equal(view.dequantize(), values.view(new))
+        assert view.shape == values.view(new).shape and torch.equal(view.dequantize(), values.view(new))
         assert torch.equal(base.reshape(new).dequantize(), values.view(new))
     assert torch.equal(base.flatten().dequantize(), values.flatten())
     base.view(-1).mul_(2.0)
@@ -94,7 +87,7 @@ def test_a_transpose_exchanges_the_copies(name: str, shape: tuple[int, ...]) -> 
 
 
 def test_a_rowwise_copy_alone_is_the_columnwise_copy_of_the_transpose() -> None:
-    base = MXFP8Quantizer(columnwise=False).quantize(torch.randn(64, 32))
+    base = te.MXFP8Quantizer(columnwise=False).quantize(torch.randn(64, 32))
     turned = base.t()
     assert (turned.quantizer.rowwise, turned.quantizer.columnwise) == (False, True)
     assert torch.equal(turned.dequantize(), base.dequantize().t())
@@ -133,7 +126,7 @@ def test_slices_between_blocks_share_the_fields(name: str) -> None:
 
 
 def test_slices_keep_the_rows_that_a_hadamard_transform_was_rounded_up_to() -> None:
-    base = NVFP4Quantizer(with_rht=True).quantize(torch.randn(40, 32))
+    base = te.NVFP4Quantizer(with_rht=True).quantize(torch.randn(40, 32))
     whole = base.operand("columnwise", torch.float32).values
     for cut in (slice(0, 16), slice(16, 40), slice(32, 40)):
         part = base[cut]
@@ -217,9 +210,8 @@ def test_members_are_views_without_copies(name: str) -> None:
     values = base.dequantize()
     for members in (list(base.unbind(0)), [base[i] for i in range(3)], list(base), base.members()):
         for member, expected in zip(members, values, strict=True):
-            assert isinstance(member, QuantizedTensor) and not isinstance(member, GroupedTensor)
-            assert shares_storage(member, base)
-            assert torch.equal(member.dequantize(), expected)
+            assert isinstance(member, te.QuantizedTensor) and not isinstance(member, te.GroupedTensor)
+            assert shares_storage(member, base) and torch.equal(member.dequantize(), expected)
     assert torch.equal(base[-1].dequantize(), values[2])
     base[1].mul_(4.0)
     expected = values.clone()
@@ -231,7 +223,7 @@ def test_members_are_views_without_copies(name: str) -> None:
 def test_runs_of_members_are_grouped_tensors(name: str) -> None:
     base = make(name, 4, 32, 64)
     for part, expected in zip(base.split([1, 3]), base.dequantize().split([1, 3]), strict=True):
-        assert type(part) is GroupedTensor and shares_storage(part, base)
+        assert type(part) is te.GroupedTensor and shares_storage(part, base)
         assert torch.equal(part.dequantize(), expected)
     base[2:].zero_()
     assert not base.dequantize()[2:].any() and base.dequantize()[:2].any()
@@ -246,6 +238,6 @@ def test_a_grouped_weight_is_cut_along_the_shifted_dimensions() -> None:
 
 
 def test_scales_per_member_are_no_shared_scale() -> None:
-    grouped = Float8CurrentScalingQuantizer().quantize_grouped(torch.randn(4, 8, 8))
+    grouped = te.Float8CurrentScalingQuantizer().quantize_grouped(torch.randn(4, 8, 8))
     grouped[:2].mul_(2.0)
     assert grouped[1:].shape == (3, 8, 8)

@@ -42,59 +42,18 @@ _QWEN3 = {
 }
 _GEMMA = {"hidden_activation": "gelu_pytorch_tanh", "rms_norm_eps": 1e-6, "head_dim": 256, "tie_word_embeddings": True}
 MODELS: dict[str, dict[str, Any]] = {
-    "llama-3.2-1b": {
-        **_LLAMA,
-        "hidden_size": 2048,
-        "num_hidden_layers": 16,
-        "intermediate_size": 8192,
-        "tie_word_embeddings": True,
-        "head_dim": 64,
-        "rope_scaling": {**_LLAMA3, "factor": 32.0},
-    },
-    "llama-3.1-8b": {
-        **_LLAMA,
-        "hidden_size": 4096,
-        "num_hidden_layers": 32,
-        "intermediate_size": 14336,
-        "tie_word_embeddings": False,
-        "head_dim": 128,
-        "rope_scaling": {**_LLAMA3, "factor": 8.0},
-    },
-    "qwen3-0.6b": {
-        **_QWEN3,
-        "model_type": "qwen3",
-        "hidden_size": 1024,
-        "num_hidden_layers": 28,
-        "intermediate_size": 3072,
-        "num_attention_heads": 16,
-        "tie_word_embeddings": True,
-    },
-    "qwen3-8b": {
-        **_QWEN3,
-        "model_type": "qwen3",
-        "hidden_size": 4096,
-        "num_hidden_layers": 36,
-        "intermediate_size": 12288,
-        "num_attention_heads": 32,
-        "tie_word_embeddings": False,
-    },
-    "qwen3-30b-a3b": {
-        **_QWEN3,
-        "model_type": "qwen3_moe",
-        "hidden_size": 2048,
-        "num_hidden_layers": 48,
-        "intermediate_size": 6144,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 4,
-        "tie_word_embeddings": False,
-        "moe_intermediate_size": 768,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "norm_topk_prob": True,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-        "router_aux_loss_coef": 0.001,
-    },
+    "llama-3.2-1b": {**_LLAMA, "hidden_size": 2048, "num_hidden_layers": 16, "intermediate_size": 8192}
+    | {"tie_word_embeddings": True, "head_dim": 64, "rope_scaling": {**_LLAMA3, "factor": 32.0}},
+    "llama-3.1-8b": {**_LLAMA, "hidden_size": 4096, "num_hidden_layers": 32, "intermediate_size": 14336}
+    | {"tie_word_embeddings": False, "head_dim": 128, "rope_scaling": {**_LLAMA3, "factor": 8.0}},
+    "qwen3-0.6b": {**_QWEN3, "model_type": "qwen3", "hidden_size": 1024, "num_hidden_layers": 28}
+    | {"intermediate_size": 3072, "num_attention_heads": 16, "tie_word_embeddings": True},
+    "qwen3-8b": {**_QWEN3, "model_type": "qwen3", "hidden_size": 4096, "num_hidden_layers": 36}
+    | {"intermediate_size": 12288, "num_attention_heads": 32, "tie_word_embeddings": False},
+    "qwen3-30b-a3b": {**_QWEN3, "model_type": "qwen3_moe", "hidden_size": 2048, "num_hidden_layers": 48}
+    | {"intermediate_size": 6144, "num_attention_heads": 32, "num_key_value_heads": 4}
+    | {"tie_word_embeddings": False, "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8}
+    | {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [], "router_aux_loss_coef": 0.001},
     "gpt-oss-20b": {
         "model_type": "gpt_oss",
         "hidden_size": 2880,
@@ -117,14 +76,8 @@ MODELS: dict[str, dict[str, Any]] = {
         "swiglu_limit": 7.0,
         "initial_context_length": 4096,
         "router_aux_loss_coef": 0.9,
-        "rope_scaling": {
-            "rope_type": "yarn",
-            "factor": 32.0,
-            "beta_fast": 32.0,
-            "beta_slow": 1.0,
-            "truncate": False,
-            "original_max_position_embeddings": 4096,
-        },
+        "rope_scaling": {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0}
+        | {"truncate": False, "original_max_position_embeddings": 4096},
     },
     "deepseek-v2-lite": {
         "model_type": "deepseek_v2",
@@ -158,68 +111,24 @@ MODELS: dict[str, dict[str, Any]] = {
         "aux_loss_alpha": 0.001,
         "tie_word_embeddings": False,
         "attention_bias": False,
-        "rope_scaling": {
-            "type": "yarn",
-            "factor": 40,
-            "beta_fast": 32,
-            "beta_slow": 1,
-            "mscale": 0.707,
-            "mscale_all_dim": 0.707,
-            "original_max_position_embeddings": 4096,
-        },
+        "rope_scaling": {"type": "yarn", "factor": 40, "beta_fast": 32, "beta_slow": 1, "mscale": 0.707}
+        | {"mscale_all_dim": 0.707, "original_max_position_embeddings": 4096},
     },
-    "gemma-3-1b": {
-        **_GEMMA,
-        "model_type": "gemma3_text",
-        "hidden_size": 1152,
-        "num_hidden_layers": 26,
-        "intermediate_size": 6912,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 1,
-        "vocab_size": 262144,
-        "sliding_window": 512,
-        "sliding_window_pattern": 6,
-        "max_position_embeddings": 32768,
-        "rope_theta": 1000000,
-        "rope_local_base_freq": 10000,
-        "query_pre_attn_scalar": 256,
-    },
-    "gemma-2-9b": {
-        **_GEMMA,
-        "model_type": "gemma2",
-        "hidden_size": 3584,
-        "num_hidden_layers": 42,
-        "intermediate_size": 14336,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-        "vocab_size": 256000,
-        "sliding_window": 4096,
-        "max_position_embeddings": 8192,
-        "rope_theta": 10000.0,
-        "query_pre_attn_scalar": 256,
-        "attn_logit_softcapping": 50.0,
-        "final_logit_softcapping": 30.0,
-    },
+    "gemma-3-1b": {**_GEMMA, "model_type": "gemma3_text", "hidden_size": 1152, "num_hidden_layers": 26}
+    | {"intermediate_size": 6912, "num_attention_heads": 4, "num_key_value_heads": 1, "vocab_size": 262144}
+    | {"sliding_window": 512, "sliding_window_pattern": 6, "max_position_embeddings": 32768}
+    | {"rope_theta": 1000000, "rope_local_base_freq": 10000, "query_pre_attn_scalar": 256},
+    "gemma-2-9b": {**_GEMMA, "model_type": "gemma2", "hidden_size": 3584, "num_hidden_layers": 42}
+    | {"intermediate_size": 14336, "num_attention_heads": 16, "num_key_value_heads": 8, "vocab_size": 256000}
+    | {"sliding_window": 4096, "max_position_embeddings": 8192, "rope_theta": 10000.0}
+    | {"query_pre_attn_scalar": 256, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
 }
-_SMALL = {
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "intermediate_size": 96,
-    "num_attention_heads": 4,
-    "head_dim": 16,
-    "vocab_size": 320,
-    "moe_intermediate_size": 32,
-    "num_experts": 4,
-    "num_local_experts": 4,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "kv_lora_rank": 32,
-    "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 16,
-    "v_head_dim": 16,
-    "sliding_window": 16,
-    "query_pre_attn_scalar": 16,
-}
+_SMALL = (
+    {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 96, "num_attention_heads": 4, "head_dim": 16}
+    | {"vocab_size": 320, "moe_intermediate_size": 32, "num_experts": 4, "num_local_experts": 4}
+    | {"n_routed_experts": 4, "num_experts_per_tok": 2, "kv_lora_rank": 32, "qk_nope_head_dim": 16}
+    | {"qk_rope_head_dim": 16, "v_head_dim": 16, "sliding_window": 16, "query_pre_attn_scalar": 16}
+)
 
 
 def model_of(name: str, *, small: bool = False) -> ModelConfig:

@@ -1,7 +1,6 @@
 """Nothing below the porch knows Transformer Engine: neither its name nor methods that only its scripts call.
 
-What the core imports is in tests/structure/test_rooms.py.
-"""
+What the core imports is in tests/structure/test_rooms.py."""
 
 from __future__ import annotations
 

@@ -47,8 +47,7 @@ def test_absent_fields_are_what_the_class_makes_of_them() -> None:
     assert with_defaults(KeyValueHeads(20), llama) == KeyValueHeads(None)
     assert not agrees(HeadDim(128), llama) and agrees(HeadDim(None), llama)
     assert with_defaults(HeadDim(None), cwm) == HeadDim(128)
-    rope = with_defaults(Rope(), cwm)
-    assert rope.read({}) == FAMILIES["cwm"].fields[-1].read({})
+    assert with_defaults(Rope(), cwm).read({}) == FAMILIES["cwm"].fields[-1].read({})
     kinds = with_defaults(LayerPattern(4096, None), cwm)
     with pytest.raises(CheckpointError, match="has no 'layer_types'"):
         kinds.read({"num_hidden_layers": 2})

@@ -35,8 +35,7 @@ def test_a_model_without_data() -> None:
 
 
 def test_a_run_takes_a_name() -> None:
-    config = TrainConfig.from_dict(RUN | {"model": {"name": "olmoe-1b-7b"}})
-    model = read_model_config(config)
+    model = read_model_config(TrainConfig.from_dict(RUN | {"model": {"name": "olmoe-1b-7b"}}))
     assert model.moe is not None and model.moe.aux_loss_coeff == 0.01
     assert model.replace(moe=None) == ModelConfig.from_catalogue("olmoe-1b-7b").replace(moe=None)
     balanced = TrainConfig.from_dict(RUN | {"model": {"name": "deepseek-v3"}})
@@ -62,8 +61,7 @@ def test_plan_takes_a_name(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     (config,) = asked
     assert read_model_config(config) == ModelConfig.from_catalogue("pythia-70m")
     assert (config.data.sequence_length, config.precision.dtype) == (2048, "bf16")
-    assert main(["plan", "--ranks", "1"]) == 2
-    assert "CONFIG.toml, or --model NAME" in capsys.readouterr().err
+    assert main(["plan", "--ranks", "1"]) == 2 and "CONFIG.toml, or --model NAME" in capsys.readouterr().err
     assert main(["plan", "--model", "pythia-71m", "--ranks", "1"]) == 2
     assert "did you mean 'pythia-" in capsys.readouterr().err
 

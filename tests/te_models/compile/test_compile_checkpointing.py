@@ -122,8 +122,7 @@ def test_operations_recompute_in_the_first_call_of_a_graph(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["delayed", pytest.param("nvfp4", marks=pytest.mark.slow)])
 def test_an_eager_checkpoint_around_a_graph_is_refused(name: str) -> None:
-    layer = Linear(64, 64)
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(Linear(64, 64), fullgraph=True, backend="aot_eager")
     x = torch.randn(32, 64, requires_grad=True)
     with autocast(recipe=recipe(name)):
         compiled(x)  # outside it has a graph

@@ -52,8 +52,7 @@ def call(order: Any, recipe_values: dict[str, Any], backend: Any) -> float:
 def test_one_graph_serves_every_order(name: str) -> None:
     counter = CompileCounterWithBackend("eager")
     losses = {call(order, RECIPES[name], counter) for order in (dict, backwards)}
-    assert len(losses) == 1
-    assert counter.frame_count == 1
+    assert len(losses) == 1 and counter.frame_count == 1
 
 
 @pytest.mark.slow

@@ -1,8 +1,7 @@
 """Blocks and models in bfloat16 and under every recipe, with weights stored plain and quantized: one graph, whatever
 changes between calls but the recipe's value.
 
-The layers' part of this matrix is tests/layers/module/test_compile_layers.py.
-"""
+The layers' part of this matrix is tests/layers/module/test_compile_layers.py."""
 
 from __future__ import annotations
 
@@ -33,10 +32,7 @@ BF16 = torch.bfloat16
 
 KINDS = ("attention", "transformer_layer", "moe_layer", "gpt_dense", "gpt_moe")
 MATRIX = [
-    pytest.param(
-        *case,
-        id=f"{kind}-{label(name, stored, train)}",
-    )
+    pytest.param(*case, id=f"{kind}-{label(name, stored, train)}")
     for kind in KINDS
     for name in NAMES
     for stored in (False, True)

@@ -76,8 +76,7 @@ def test_every_variant_is_one_graph(name: str, backend: str, shallow: bool) -> N
     counter = count(backend)
     compiled = torch.compile(model, fullgraph=True, backend=counter)
     assert_same(loss_and_gradients(model, compiled, ids), expected)
-    assert counter.frame_count == 1
-    assert not counters["graph_break"]
+    assert counter.frame_count == 1 and not counters["graph_break"]
     with torch.no_grad():
         assert torch.equal(compiled(ids).logits, model(ids).logits)
 
@@ -165,8 +164,7 @@ def test_routing_and_loss_weights_do_not_recompile() -> None:
         model.set_z_loss_coeff(0.01 * (1 + experts[1]))
         assert_same(loss_and_gradients(model, compiled, ids), loss_and_gradients(model, model, ids))
         seen.add(tuple(compiled(ids, labels=ids, return_logits=False).tokens_per_expert.flatten().tolist()))
-    assert len(seen) == 3
-    assert counter.frame_count == 1
+    assert len(seen) == 3 and counter.frame_count == 1
 
 
 @pytest.mark.slow
@@ -184,8 +182,7 @@ def test_an_expert_without_tokens_in_a_compiled_step(backend: str) -> None:
     assert output.tokens_per_expert.tolist() == [[0, 18, 18, 0]]
     for layer in model.decoder.layers:
         gradient = layer.mlp.experts.linear_fc1.weight.grad
-        assert gradient[[0, 3]].abs().max() == 0
-        assert gradient[[1, 2]].abs().amax(dim=(1, 2)).min() > 0
+        assert gradient[[0, 3]].abs().max() == 0 and gradient[[1, 2]].abs().amax(dim=(1, 2)).min() > 0
 
 
 def padding_mask(padding: int) -> Tensor:
@@ -269,8 +266,7 @@ def test_fp8_recipes_are_one_graph(name: str, recipe: type) -> None:
         with autocast(recipe=recipe()):
             got = loss_and_gradients(model, compiled, ids)
         assert_same(got, expected)
-    assert counter.frame_count == 1
-    assert not counters["graph_break"]
+    assert counter.frame_count == 1 and not counters["graph_break"]
 
 
 @pytest.mark.slow
@@ -282,8 +278,7 @@ def test_torch_autocast_is_one_graph() -> None:
     with torch.amp.autocast("cpu", dtype=torch.bfloat16):
         expected = model(ids, labels=ids).loss
         got = compiled(ids, labels=ids).loss
-    assert torch.equal(got, expected)
-    assert counter.frame_count == 1
+    assert torch.equal(got, expected) and counter.frame_count == 1
 
 
 @pytest.mark.sentinels("block")
@@ -298,8 +293,7 @@ def test_compile_model(mode: str) -> None:
     assert compile_model(model, mode, backend=counter) is model
     assert_same(loss_and_gradients(model, model, ids), expected)
     assert counter.frame_count == (1 if mode == "whole" else 2)  # one that both layers share, and the output layer's
-    assert [key for key, _ in model.named_parameters()] == names
-    assert not counters["graph_break"]
+    assert [key for key, _ in model.named_parameters()] == names and not counters["graph_break"]
 
 
 @pytest.mark.slow
@@ -347,8 +341,7 @@ def test_compile_model_compiles_a_layer_whole() -> None:
     x = torch.randn(2, 9, VARIANTS["dense"].hidden_size)
     expected, _ = layer(x)
     counter = count("eager")
-    assert compile_model(layer, backend=counter) is layer
-    assert torch.equal(layer(x)[0], expected)
+    assert compile_model(layer, backend=counter) is layer and torch.equal(layer(x)[0], expected)
     assert counter.frame_count == 1
 
 

@@ -34,8 +34,7 @@ LONG_STEPS = ((19, 19), (19, 24), (19, 24), (17, 40), (27, 18), (19, 19))
 class Graphs:
     """A backend that notes which graphs it compiled. Names of values and their count, not memory addresses.
 
-    slow: rank 1 takes seconds longer for each graph than the others.
-    """
+    slow: rank 1 takes seconds longer for each graph than the others."""
 
     def __init__(self, slow: bool = False) -> None:
         self.seen: list[str] = []
@@ -155,8 +154,7 @@ def stages() -> dict[str, Any]:
         refusal = str(error)
     compile_model(model, process_group=groups[stage], **options)
     for step in range(2 + 2 * stage):  # from the second call on, lengths differ between the ranks of a stage
-        loss = model(ids := token_ids(2, 9 + (5 + rank) * min(step, 1), seed=rank), labels=ids).loss
-        loss.backward()
+        model(ids := token_ids(2, 9 + (5 + rank) * min(step, 1), seed=rank), labels=ids).loss.backward()
     return {"graphs": graphs.seen, "refusal": refusal}
 
 
@@ -257,8 +255,7 @@ def test_ranks_with_diverging_token_counts(launch: str, case: str, outcomes: Cal
     """Every rank compiles the same graphs and ends with the same parameters, and scales.
 
     In the mixtures one rank has no tokens for two experts. late: one rank calls seconds after the others; slow: it
-    compiles seconds longer.
-    """
+    compiles seconds longer."""
     first, *others = (outcome[case] for outcome in outcomes(launch))
     # the first shape, then one for all; in block mode the same of the layer and of the output layer
     assert len(first["graphs"]) == (4 if "block" in case else 2)

@@ -40,8 +40,7 @@ def test_batch_and_sequence_are_dynamic(name: str, strict: bool, tmp_path: Path)
         for batch, length in SHAPES:
             ids = token_ids(batch, length)
             got, expected = run(ids, labels=ids), model(ids, labels=ids)
-            assert isinstance(got, ModelOutput)
-            assert torch.equal(got.logits, expected.logits)
+            assert isinstance(got, ModelOutput) and torch.equal(got.logits, expected.logits)
             # an eager loss is summed a few rows at a time: at most 128 roundings
             torch.testing.assert_close(got.loss, expected.loss, rtol=128 * 2.0**-24, atol=0)
             if name == "moe":
@@ -69,8 +68,7 @@ def test_recipes_are_part_of_the_program(kind: str, name: str, stored: bool) -> 
         for batch, length in SHAPES:
             ids = token_ids(batch, length)
             expected = model(ids, labels=ids)
-            got = program.module()(ids, labels=ids)
-            assert torch.equal(got.logits, expected.logits)
+            assert torch.equal(program.module()(ids, labels=ids).logits, expected.logits)
     ids = token_ids(2, 9)
     plain = model(ids, labels=ids).loss
     with torch.no_grad():

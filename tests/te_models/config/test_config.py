@@ -33,16 +33,14 @@ def latent(**changes: int) -> AttentionConfig:
 @given(model_configs())
 def test_json_round_trip_is_exact(config: ModelConfig) -> None:
     again = ModelConfig.from_json(config.to_json())
-    assert again == config
-    assert hash(again) == hash(config)
+    assert again == config and hash(again) == hash(config)
     assert again.to_json() == config.to_json()
     assert ModelConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
 
 
 def test_configs_are_values() -> None:
     config = tiny()
-    assert config == tiny()
-    assert len({*VARIANTS.values()}) == len(VARIANTS)
+    assert config == tiny() and len({*VARIANTS.values()}) == len(VARIANTS)
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.num_layers = 3
     assert config.replace(num_layers=2) == config
@@ -50,29 +48,23 @@ def test_configs_are_values() -> None:
 
 def test_dependent_defaults() -> None:
     config = tiny(num_layers=3)
-    assert config.attention.kv_channels == 8
-    assert config.layer_types == ("full",) * 3
+    assert config.attention.kv_channels == 8 and config.layer_types == ("full",) * 3
     assert AttentionConfig(num_attention_heads=4).num_query_groups == 4
     windowed = tiny(attention=AttentionConfig(num_attention_heads=4, window_size=5))
-    assert windowed.layer_types == ("sliding",) * 2
-    assert tiny_moe().moe.layers == (0, 1)
+    assert windowed.layer_types == ("sliding",) * 2 and tiny_moe().moe.layers == (0, 1)
     mixed = tiny_moe(layers=(1,))
-    assert [mixed.is_moe_layer(i) for i in range(2)] == [False, True]
-    assert not tiny().is_moe_layer(0)
+    assert [mixed.is_moe_layer(i) for i in range(2)] == [False, True] and not tiny().is_moe_layer(0)
 
 
 def test_rope_of_each_layer() -> None:
     config = VARIANTS["mixed_layers"]
-    assert config.rope_of(0) == config.rope_sliding
-    assert config.rope_of(1) == config.rope
-    assert config.rope_of(2) is None
-    assert VARIANTS["no_positions"].rope_of(0) is None
+    assert config.rope_of(0) == config.rope_sliding and config.rope_of(1) == config.rope
+    assert config.rope_of(2) is None and VARIANTS["no_positions"].rope_of(0) is None
 
 
 def test_lists_become_tuples_and_integers_become_floats() -> None:
     config = tiny(layer_types=["full", "nope"], residual_multiplier=1)
-    assert config.layer_types == ("full", "nope")
-    assert type(config.residual_multiplier) is float
+    assert config.layer_types == ("full", "nope") and type(config.residual_multiplier) is float
 
 
 @pytest.mark.parametrize(

@@ -119,8 +119,7 @@ def test_replacing_a_field_is_constructing_afresh(data: st.DataObject) -> None:
     new = outcome(lambda: afresh(config.to_dict(), (*where, name), plain))
     assert isinstance(got, str) == isinstance(new, str), (got, new)
     if isinstance(got, ModelConfig):
-        assert got == new
-        assert ModelConfig.from_json(got.to_json()) == got
+        assert got == new and ModelConfig.from_json(got.to_json()) == got
         assert ModelConfig.from_json(got.to_json()).to_json() == got.to_json()
 
 
@@ -162,14 +161,12 @@ def test_given_fields_stay_and_derived_ones_follow(data: st.DataObject) -> None:
 
 def test_layers_follow_their_number() -> None:
     config = tiny_moe().replace(num_layers=4)
-    assert config.layer_types == ("full",) * 4
-    assert config.moe.layers == (0, 1, 2, 3)
+    assert config.layer_types == ("full",) * 4 and config.moe.layers == (0, 1, 2, 3)
     assert ModelConfig.from_json(tiny_moe().to_json()).replace(num_layers=4) == config
     windowed = tiny(attention=AttentionConfig(num_attention_heads=4, window_size=5))
     assert windowed.replace(attention=windowed.attention.replace(window_size=None)).layer_types == ("full",) * 2
     assert tiny(hidden_size=32).replace(hidden_size=64).attention.kv_channels == 16
-    grown = AttentionConfig(num_attention_heads=2).replace(num_attention_heads=4)
-    assert grown.num_query_groups == 4
+    assert AttentionConfig(num_attention_heads=2).replace(num_attention_heads=4).num_query_groups == 4
 
 
 def test_parts_carry_what_they_derived_into_other_models() -> None:
@@ -201,5 +198,4 @@ def test_a_change_that_does_not_fit_is_refused_by_name(change: Any, says: str) -
 def test_equal_configs_of_files_are_equal_after_a_change() -> None:
     for config in configs().values():
         again = ModelConfig.from_json(config.to_json())
-        assert again == config
-        assert again.to_json() == config.to_json()
+        assert again == config and again.to_json() == config.to_json()

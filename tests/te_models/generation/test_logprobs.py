@@ -46,8 +46,7 @@ def test_values_and_gradients(tokens: int | None, words: int, compiled: bool, mo
 
 def definition(model: GPTModel, ids: torch.Tensor) -> torch.Tensor:
     """Of one row without padding: [S], 0 at the end."""
-    logits = model(ids[None]).logits[0, :-1].double()
-    found = logits.log_softmax(-1).gather(1, ids[1:, None])[:, 0]
+    found = model(ids[None]).logits[0, :-1].double().log_softmax(-1).gather(1, ids[1:, None])[:, 0]
     return torch.cat([found, found.new_zeros(1)])
 
 
@@ -57,8 +56,7 @@ def test_rows_are_packed_padded_and_scored_in_part(name: str) -> None:
     model = GPTModel(VARIANTS[name], dtype=torch.float64).eval()
     ids = token_ids(2, 12)
     expected = torch.stack([definition(model, row) for row in ids])
-    found = logprobs(model, ids)
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(logprobs(model, ids), expected)
     labels = ids.clone()
     labels[:, 5:8] = -100
     scored = torch.cat([(labels != -100)[:, 1:], torch.zeros(2, 1, dtype=torch.bool)], 1)

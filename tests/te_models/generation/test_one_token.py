@@ -100,8 +100,7 @@ def test_stored_weights_are_multiplied_as_by_the_modules(name: str) -> None:
     config = wide().replace(hidden_size=128, mlp=MLPConfig(ffn_hidden_size=256))
     with quantized_model_init(recipe=recipe(name)):
         model = model_of(config)
-    found = decoded(model, 1)
-    assert torch.equal(found, by_modules(lambda: decoded(model, 1)))
+    assert torch.equal(decoded(model, 1), by_modules(lambda: decoded(model, 1)))
     assert count(lambda: decoded(model, 1), "mlp") == 2 * 6
 
 
@@ -153,5 +152,4 @@ def test_adapters_are_part_of_the_result() -> None:
             if "lora_B" in name:
                 parameter.fill_(0.1)
     found = decoded(model, 1)
-    assert not torch.equal(found, before)
-    assert torch.equal(found, by_modules(lambda: decoded(model, 1)))
+    assert not torch.equal(found, before) and torch.equal(found, by_modules(lambda: decoded(model, 1)))

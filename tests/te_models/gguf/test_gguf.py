@@ -155,8 +155,7 @@ def test_types_of_matrices(tmp_path: Path, type: str, bound: float) -> None:
 
 
 def test_quantized_weights_are_written_as_values(tmp_path: Path) -> None:
-    ours = make(tmp_path, "llama")
-    quantize(ours, tmp_path / "int8", "int8")
+    quantize(make(tmp_path, "llama"), tmp_path / "int8", "int8")
     export_gguf(tmp_path / "int8", tmp_path / "model.gguf", type="f32")
     import_gguf(tmp_path / "model.gguf", tmp_path / "again")
     torch.testing.assert_close(logits(tmp_path / "again"), logits(tmp_path / "int8"))
@@ -181,8 +180,7 @@ def test_every_block_type_is_read_in_regions(tmp_path: Path, name: str) -> None:
     """A file with one matrix of random blocks: rows and columns of it are what the package gives for all."""
     kind = gguf.GGMLQuantizationType[name]
     block, width = gguf.GGML_QUANT_SIZES[kind]
-    generator = numpy.random.default_rng(0)
-    raw = generator.integers(0, 60, (256, 256 // block * width), dtype=numpy.uint8)
+    raw = numpy.random.default_rng(0).integers(0, 60, (256, 256 // block * width), dtype=numpy.uint8)
     options = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64, "num_hidden_layers": 1}
     config = transformers.LlamaConfig(**(SIZES | options))
     writer = gguf.GGUFWriter(str(tmp_path / "model.gguf"), "llama")
@@ -242,8 +240,7 @@ def test_the_tokenizer_travels(tmp_path: Path) -> None:
     values = json.loads(path.read_text()) | {"bos_token_id": theirs.bos_token_id, "eos_token_id": theirs.eos_token_id}
     path.write_text(json.dumps(values))
     import_hf(tmp_path / "hf", tmp_path / "with")
-    notes = export_gguf(tmp_path / "with", tmp_path / "model.gguf")
-    assert notes == []
+    assert export_gguf(tmp_path / "with", tmp_path / "model.gguf") == []
     fields = {n: f.contents() for n, f in gguf.GGUFReader(str(tmp_path / "model.gguf")).fields.items()}
     assert fields["tokenizer.ggml.model"] == "gpt2" and fields["tokenizer.ggml.pre"] == "gpt-2"
     assert len(fields["tokenizer.ggml.tokens"]) == 96 and fields["tokenizer.ggml.merges"] == ["h e", "l l", "he ll"]

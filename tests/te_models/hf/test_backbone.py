@@ -108,5 +108,4 @@ def test_transformers_does_not_take_it_for_another_model() -> None:
     """Its own methods look at `base_model` for encoders, decoders, inputs and plans of parallelism."""
     model = model_of()
     assert model.get_input_embeddings() is model.gpt.embedding.word_embeddings
-    assert not model.supports_tp_plan
-    assert not model.supports_pp_plan
+    assert not model.supports_tp_plan and not model.supports_pp_plan

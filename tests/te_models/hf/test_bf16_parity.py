@@ -54,8 +54,7 @@ def test_logits_are_as_near_to_the_exact_ones(case: str) -> None:
     """Both compute with the same number of roundings, so neither is much farther from float32 with the same weights.
 
     Compared by the token in the middle: one that two roundings send to different experts is twenty times as far, and
-    that happens to either side, by chance.
-    """
+    that happens to either side, by chance."""
     theirs, exact = make(case, dtype=torch.bfloat16), make(case)
     theirs.set_experts_implementation("eager")  # torch's grouped product wants rows of whole 16 bytes
     exact.load_state_dict({name: tensor.float() for name, tensor in theirs.state_dict().items()})

@@ -30,8 +30,7 @@ def test_greedy_text(family: str) -> None:
     ours = GPTModel.from_hf(theirs).eval()
     length = PROMPT.shape[1] + 12
     expected = theirs.generate(PROMPT, max_length=length, do_sample=False, eos_token_id=None, pad_token_id=0)
-    got = generate(ours, PROMPT, max_new_tokens=12)
-    assert torch.equal(got[:, :length], expected)
+    assert torch.equal(generate(ours, PROMPT, max_new_tokens=12)[:, :length], expected)
 
 
 @pytest.mark.slow

@@ -3,8 +3,7 @@
 Bounds. float32: 1e-5 of the largest logit. bfloat16, against the float32 result of the same (bfloat16) weights: a
 forward of 3 layers rounds each value on its way to the logits about n = 3 * 12 + 2 times with unit roundoff u = 2^-8;
 roundings are independent, so logits are within u sqrt(n) = 2.4 % of the largest one. The sharper test is that our error
-is no larger than transformers'.
-"""
+is no larger than transformers'."""
 
 from __future__ import annotations
 
@@ -33,8 +32,7 @@ def both(folder: Path, name: str, dtype: torch.dtype = torch.float32):
     """The case's transformers model, and ours loaded from the files it writes."""
     theirs = hf_model(name, dtype=dtype)
     theirs.save_pretrained(folder)
-    ours = GPTModel.from_pretrained(folder, dtype=dtype).eval()
-    return theirs, ours
+    return theirs, GPTModel.from_pretrained(folder, dtype=dtype).eval()
 
 
 @pytest.mark.sentinels(
@@ -158,5 +156,4 @@ def test_own_files_restore_the_model_in_either_layout(tmp_path: Path, name: str)
         expected = ours(ids).logits
         for layout in ("grouped", "per-gemm"):
             again = GPTModel.from_pretrained(tmp_path / "ours", expert_layout=layout).eval()
-            assert again.config == ours.config
-            assert torch.equal(again(ids).logits, expected)
+            assert again.config == ours.config and torch.equal(again(ids).logits, expected)

@@ -15,45 +15,36 @@ from torch import Tensor, nn
 transformers = pytest.importorskip("transformers", reason="peft needs it")
 peft = pytest.importorskip("peft", reason="makes the adapters")
 
+import te_models.layers as te  # noqa: E402
 from te_models.hf import TEModelForCausalLM  # noqa: E402
 from te_models.hf.lora import LoraAdapter, LoraGroupedLinear  # noqa: E402
-from te_models.layers import (  # noqa: E402
-    DelayedScaling,
-    Float8BlockScaling,
-    Float8CurrentScaling,
-    GroupedLinear,
-    LayerNormLinear,
-    LayerNormMLP,
-    Linear,
-    MXFP8BlockScaling,
-    NVFP4BlockScaling,
-    QuantizedTensor,
-    TransformerLayer,
-    autocast,
-    microbatch,
-    quantized_model_init,
-)
 from tests.checkpoints.family_cases import CASES as FAMILY_CASES  # noqa: E402
 from tests.checkpoints.family_cases import make  # noqa: E402
 from tests.te_models.hf_models import hf_model, token_ids  # noqa: E402
 
-RECIPES = [MXFP8BlockScaling(), Float8CurrentScaling(), Float8BlockScaling(), NVFP4BlockScaling(), DelayedScaling()]
+RECIPES = [
+    te.MXFP8BlockScaling(),
+    te.Float8CurrentScaling(),
+    te.Float8BlockScaling(),
+    te.NVFP4BlockScaling(),
+    te.DelayedScaling(),
+]
 # peft asks transformers' own models by a name that is on its way out there
 OLD_NAME = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 SPLITS = torch.tensor([3, 0, 4])
 LAYERS: dict[str, Any] = {
-    "Linear": lambda **new: Linear(32, 48, **new),
-    "Linear, bias returned": lambda **new: Linear(32, 48, return_bias=True, **new),
-    "LayerNormLinear": lambda **new: LayerNormLinear(32, 48, **new),
-    "LayerNormLinear, norm returned": lambda **new: LayerNormLinear(
+    "Linear": lambda **new: te.Linear(32, 48, **new),
+    "Linear, bias returned": lambda **new: te.Linear(32, 48, return_bias=True, **new),
+    "LayerNormLinear": lambda **new: te.LayerNormLinear(32, 48, **new),
+    "LayerNormLinear, norm returned": lambda **new: te.LayerNormLinear(
         32, 48, normalization="RMSNorm", return_layernorm_output=True, **new
     ),
-    "LayerNormMLP": lambda **new: LayerNormMLP(32, 64, **new),
-    "LayerNormMLP, gated": lambda **new: LayerNormMLP(
+    "LayerNormMLP": lambda **new: te.LayerNormMLP(32, 64, **new),
+    "LayerNormMLP, gated": lambda **new: te.LayerNormMLP(
         32, 64, activation="swiglu", return_bias=True, return_layernorm_output=True, **new
     ),
-    "GroupedLinear": lambda **new: GroupedLinear(3, 32, 48, **new),
-    "GroupedLinear, per GEMM": lambda **new: GroupedLinear(3, 32, 48, single_grouped_weight=False, **new),
+    "GroupedLinear": lambda **new: te.GroupedLinear(3, 32, 48, **new),
+    "GroupedLinear, per GEMM": lambda **new: te.GroupedLinear(3, 32, 48, single_grouped_weight=False, **new),
 }
 
 
@@ -125,19 +116,19 @@ def test_a_layer_computes_with_the_weight_plus_the_product(kind: str, dtype: tor
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.NAME)
 @pytest.mark.parametrize("kind", [kind for kind in LAYERS if "," not in kind or "GEMM" in kind])
 def test_over_quantized_weights(kind: str, recipe: Any) -> None:
-    with quantized_model_init(recipe=recipe):
+    with te.quantized_model_init(recipe=recipe):
         model, layer, x = adapted(kind)
     stored = {name: getattr(layer, name) for name in layer.weight_names()}
-    assert all(isinstance(weight, QuantizedTensor) for weight in stored.values())
+    assert all(isinstance(weight, te.QuantizedTensor) for weight in stored.values())
     got = model(*x)
-    with autocast(recipe=recipe):
+    with te.autocast(recipe=recipe):
         model(*x).square().mean().backward()
     assert {n.split(".")[-3] for n, p in model.named_parameters() if p.grad is not None} <= {
         "lora_A", "lora_B", "lora_fc2_A", "lora_fc2_B"
     }  # fmt: skip
     assert all((p.grad is not None) == ("lora_" in n) for n, p in model.named_parameters())
     model.merge_adapter()
-    assert not any(isinstance(getattr(layer, name), QuantizedTensor) for name in stored)
+    assert not any(isinstance(getattr(layer, name), te.QuantizedTensor) for name in stored)
     torch.testing.assert_close(model(*x), got, rtol=0, atol=2e-6 * got.abs().max().item())
     model.unmerge_adapter()
     assert all(getattr(layer, name) is weight for name, weight in stored.items())
@@ -150,9 +141,9 @@ def test_over_quantized_weights(kind: str, recipe: Any) -> None:
 def test_the_product_with_the_weight_is_that_of_the_recipe(kind: str, recipe: Any) -> None:
     """An adapter of zeros changes no bit."""
     model, layer, x = adapted(kind, torch.bfloat16, init_lora_weights=True)
-    with autocast(recipe=recipe):
+    with te.autocast(recipe=recipe):
         assert torch.equal(model(*x), Holder(layer)(*x))
-    with autocast(recipe=recipe), model.disable_adapter():
+    with te.autocast(recipe=recipe), model.disable_adapter():
         assert torch.equal(model(*x), Holder(layer)(*x))
 
 
@@ -171,13 +162,13 @@ def test_dropout_is_of_what_the_adapter_sees() -> None:
 @torch.no_grad()
 def test_a_weight_kept_for_micro_batches_is_not_used_after_a_merge() -> None:
     model, _, (x,) = adapted("LayerNormLinear")
-    with autocast(recipe=MXFP8BlockScaling()):
+    with te.autocast(recipe=te.MXFP8BlockScaling()):
         model(x, is_first_microbatch=True)
         kept = model(x, is_first_microbatch=False)
         model.merge_adapter()
         merged = model(x, is_first_microbatch=False)  # quantizes and caches the merged weight
         assert not torch.equal(merged, kept) and torch.equal(model(x, is_first_microbatch=True), merged)
-        with microbatch(first=False):
+        with te.microbatch(first=False):
             model(x)
 
 
@@ -193,7 +184,7 @@ def test_a_broken_adapter_is_not_merged() -> None:
 
 def test_transformer_engines_layer() -> None:
     torch.manual_seed(0)
-    model = peft.get_peft_model(TransformerLayer(32, 64, 4).eval(), lora())
+    model = peft.get_peft_model(te.TransformerLayer(32, 64, 4).eval(), lora())
     x = torch.randn(5, 2, 32)
     got = model(x)
     assert len([m for m in model.modules() if isinstance(m, LoraAdapter)]) == 3
@@ -245,7 +236,7 @@ FAMILIES = ("llama", "qwen3", "qwen3_moe-mixed", "deepseek_v3", "gpt_oss", "gemm
 def test_every_linear_layer_of_a_family(load: Any, case: str) -> None:
     model = load(case)
     base = model(IDS).logits
-    layers = sum(isinstance(m, Linear | LayerNormLinear | GroupedLinear) for m in model.modules())
+    layers = sum(isinstance(m, te.Linear | te.LayerNormLinear | te.GroupedLinear) for m in model.modules())
     adapters = peft.get_peft_model(model, lora())
     assert sum(isinstance(m, LoraAdapter) for m in model.modules()) == layers
     output = adapters(input_ids=IDS, labels=IDS)
@@ -284,13 +275,13 @@ def test_logits_are_those_of_pefts_adapters_on_transformers_model(load: Any, fol
     close(ours.merge_and_unload()(IDS).logits, theirs.merge_and_unload()(IDS).logits, 1e-4)
 
 
-@pytest.mark.parametrize("recipe", [MXFP8BlockScaling(), NVFP4BlockScaling()], ids=lambda recipe: recipe.NAME)
+@pytest.mark.parametrize("recipe", [te.MXFP8BlockScaling(), te.NVFP4BlockScaling()], ids=lambda recipe: recipe.NAME)
 def test_a_model_that_is_stored_quantized(load: Any, recipe: Any, tmp_path: Path) -> None:
     model = load("qwen3_moe-mixed", recipe=recipe)
     base = model(IDS).logits
     adapters = peft.get_peft_model(model, lora())
     model.recipe = recipe
-    before = {n: p for n, p in adapters.named_parameters() if isinstance(p, QuantizedTensor)}
+    before = {n: p for n, p in adapters.named_parameters() if isinstance(p, te.QuantizedTensor)}
     bits = {n: {f: t.clone() for f, t in p.fields.items()} for n, p in before.items()}
     optimizer = torch.optim.AdamW([p for p in adapters.parameters() if p.requires_grad], lr=1e-2)
     losses = []
@@ -433,8 +424,7 @@ def test_names_ranks_and_layers_that_are_chosen(load: Any) -> None:
     model = peft.get_peft_model(load("qwen3_moe-mixed"), config)
     shapes = {n.partition("layers.")[2]: tuple(p.shape) for n, p in model.named_parameters() if "lora_A" in n}
     assert shapes["0.self_attention.linear_qkv.lora_A.default.weight"] == (2, 32)
-    assert shapes["0.mlp.experts.linear_fc1.lora_A.default.weight"] == (8, 4, 32)
-    assert len(shapes) == 9
+    assert shapes["0.mlp.experts.linear_fc1.lora_A.default.weight"] == (8, 4, 32) and len(shapes) == 9
     model = peft.get_peft_model(load(), lora(target_modules=["linear_qkv"], layers_to_transform=[1]))
     assert sum(isinstance(m, LoraAdapter) for m in model.modules()) == 1
 
@@ -541,7 +531,7 @@ def gradients(model: nn.Module, call: Any) -> tuple[Tensor, dict[str, Tensor]]:
 @pytest.mark.parametrize("case", ["llama", "qwen3_moe-mixed"])
 def test_with_layers_recomputed(load: Any, case: str) -> None:
     model = peft.get_peft_model(load(case), lora())
-    model.base_model.model.recipe = Float8CurrentScaling()
+    model.base_model.model.recipe = te.Float8CurrentScaling()
     _, expected = gradients(model, model)
     model.gradient_checkpointing_enable()
     assert model.base_model.model.is_activation_checkpointing
@@ -555,10 +545,10 @@ class Chain(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first = LayerNormLinear(32, 64)
-        self.experts = GroupedLinear(3, 64, 32)
-        self.mlp = LayerNormMLP(32, 64)
-        self.last = Linear(32, 32)
+        self.first = te.LayerNormLinear(32, 64)
+        self.experts = te.GroupedLinear(3, 64, 32)
+        self.mlp = te.LayerNormMLP(32, 64)
+        self.last = te.Linear(32, 32)
 
     def forward(self, x: Tensor, m_splits: Tensor) -> Tensor:
         return self.last(self.mlp(self.experts(self.first(x), m_splits)))
@@ -567,10 +557,10 @@ class Chain(nn.Module):
 @pytest.mark.slow
 def test_compiled_under_a_recipe() -> None:
     model = peft.get_peft_model(Chain(), lora())
-    x, recipe = torch.randn(7, 32), Float8CurrentScaling()
+    x, recipe = torch.randn(7, 32), te.Float8CurrentScaling()
 
     def step(x: Tensor) -> Tensor:
-        with autocast(recipe=recipe):
+        with te.autocast(recipe=recipe):
             return model(x, SPLITS)
 
     expected = step(x)
@@ -590,7 +580,7 @@ def test_compiled_under_a_recipe() -> None:
 @pytest.mark.parametrize("case", ["llama", "qwen3_moe-mixed"])
 def test_compiled_models(load: Any, case: str) -> None:
     model = peft.get_peft_model(load(case), lora())
-    model.base_model.model.recipe = Float8CurrentScaling()
+    model.base_model.model.recipe = te.Float8CurrentScaling()
     logits, expected = gradients(model, model)
     torch._dynamo.reset()
     compiled, found = gradients(model, torch.compile(model, fullgraph=True, backend="aot_eager"))
@@ -625,8 +615,7 @@ def test_trainer_trains_adapters_and_resumes(load: Any, tmp_path: Path) -> None:
 
     model, trainer = run()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    assert losses[-1] < losses[0]
-    assert not (tmp_path / "checkpoint-2/model.safetensors").exists()
+    assert losses[-1] < losses[0] and not (tmp_path / "checkpoint-2/model.safetensors").exists()
     base = dict(load().named_parameters())
     for name, parameter in model.named_parameters():
         if "lora_" not in name:

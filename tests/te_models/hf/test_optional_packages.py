@@ -33,8 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "packages",
-    [pytest.param(names, marks=[pytest.mark.slow] if names else [], id=names or "none") for names in SETS],
+    "packages", [pytest.param(names, marks=[pytest.mark.slow] if names else [], id=names or "none") for names in SETS]
 )
 def test_every_way_of_loading(packages: str, folder: Path, tmp_path: Path) -> None:
     """peft requires accelerate, so it is never there alone."""

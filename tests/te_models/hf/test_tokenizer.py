@@ -209,8 +209,7 @@ def test_ids_and_texts_are_the_library_s(kind: str, tmp_path: Path) -> None:
     whole = tokenizers.Tokenizer.from_str(json.dumps(SOUND[kind]))
     tokenizer = read_tokenizer(folder_with(tmp_path, SOUND[kind]), "this test")
     ids = whole.encode(TEXT).ids
-    assert ids
-    assert tokenizer.encode(TEXT) == ids
+    assert ids and tokenizer.encode(TEXT) == ids
     assert tokenizer.encode(TEXT, add_special_tokens=False) == whole.encode(TEXT, add_special_tokens=False).ids
     assert tokenizer.decode(ids) == whole.decode(ids, skip_special_tokens=False)
     assert tokenizer.vocab_size == whole.get_vocab_size()
@@ -311,8 +310,7 @@ def test_a_panic_is_an_error_of_the_command(
     """Of a library in this process, too: what it raises is no Exception."""
     data = as_bytes(HOSTILE["a charsmap that panics"][0]).decode()
     monkeypatch.setattr("te_models.cli.main._parse", lambda argv: _Arguments(data))
-    assert main([]) == 3
-    assert "te-models: PanicException: index out of bounds" in capsys.readouterr().err
+    assert main([]) == 3 and "te-models: PanicException: index out of bounds" in capsys.readouterr().err
 
 
 class _Arguments:
@@ -353,8 +351,7 @@ def test_damaged_files_are_read_or_refused() -> None:
 @pytest.mark.slow
 def test_thousands_of_damaged_files_are_read_or_refused() -> None:
     refused, ended = fuzz(5000, 1)
-    assert 1500 < refused < 4999
-    assert ended < 2500
+    assert 1500 < refused < 4999 and ended < 2500
 
 
 @pytest.mark.slow

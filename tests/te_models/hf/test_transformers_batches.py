@@ -186,10 +186,7 @@ def test_a_call_without_tokens_says_what_is_missing(tmp_path: Path) -> None:
     values = ours.get_input_embeddings()(prompt())
     for arguments, message in (
         ({"input_ids": prompt()[0]}, r"input_ids has shape \(11,\); allowed: \[batch, sequence\]"),
-        (
-            {"input_ids": prompt(), "inputs_embeds": values},
-            "input_ids is given and inputs_embeds is given",
-        ),
+        ({"input_ids": prompt(), "inputs_embeds": values}, "input_ids is given and inputs_embeds is given"),
         ({"inputs_embeds": values[0]}, r"inputs_embeds has shape \(11, 32\); allowed: \[batch, sequence, hidden\]"),
         ({"inputs_embeds": values[..., 1:]}, r"inputs_embeds has shape \(2, 11, 31\); allowed: .*, 32\]"),
     ):

@@ -59,11 +59,9 @@ def test_a_configuration_that_is_given_counts(theirs: Any, tmp_path: Path) -> No
     folder, auto = tmp_path / "ours", transformers.AutoModelForCausalLM
     TEModelForCausalLM.from_pretrained(tmp_path / "hf").save_pretrained(folder)
     loaded = auto.from_pretrained(folder, output_hidden_states=True, pad_token_id=7)
-    assert loaded.config.pad_token_id == 7
-    assert len(loaded(torch.arange(3, 8)[None]).hidden_states) == 4
+    assert loaded.config.pad_token_id == 7 and len(loaded(torch.arange(3, 8)[None]).hidden_states) == 4
     loaded = TEModelForCausalLM.from_pretrained(tmp_path / "hf", output_hidden_states=True, pad_token_id=7)
-    assert loaded.config.pad_token_id == 7
-    assert len(loaded(torch.arange(3, 8)[None]).hidden_states) == 4
+    assert loaded.config.pad_token_id == 7 and len(loaded(torch.arange(3, 8)[None]).hidden_states) == 4
     with pytest.raises(ValueError, match=r"state_dict is .{,120}, which TEModelForCausalLM\.from_pretrained cannot"):
         TEModelForCausalLM.from_pretrained(tmp_path / "hf", state_dict=loaded.state_dict())
     config = transformers.AutoConfig.from_pretrained(folder)

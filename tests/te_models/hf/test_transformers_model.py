@@ -209,8 +209,7 @@ def test_saving_and_every_way_of_loading(pair: Any, tmp_path: Path, case: str) -
     assert torch.equal(GPTModel.from_pretrained(tmp_path / "saved").eval()(prompt()).logits, expected)
     config = transformers.AutoConfig.from_pretrained(tmp_path / "saved")
     assert config.model_config == ours.gpt.config
-    again = TEConfig.from_dict(json.loads(config.to_json_string()))
-    assert again.model_config == ours.gpt.config
+    assert TEConfig.from_dict(json.loads(config.to_json_string())).model_config == ours.gpt.config
     fresh = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     assert type(fresh) is TEModelForCausalLM and fresh.dtype == torch.bfloat16
     half = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.bfloat16)

@@ -16,10 +16,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from te_models import AttentionConfig, ConfigError, GPTModel, MLAConfig, ModelConfig, NormConfig
-from te_models.config import (
-    HyperConnectionConfig,
-    IndexerConfig,
-)
+from te_models.config import HyperConnectionConfig, IndexerConfig
 from te_models.layouts import GROUPS, Facts, check_layout_rules, of_models, of_runs
 from te_models.model import Build
 from te_models.parallel import ParallelDims, StageLayout, parallelize
@@ -63,10 +60,7 @@ TABLES: list[tuple[dict[str, Any], str]] = [
         {"moe_shared_expert_overlap": True},
         "parallel.moe_shared_expert_overlap is True; allowed: False without expert_model_parallel_size, and with",
     ),
-    (
-        {"cp_comm_type": "p2p"},
-        "parallel.cp_comm_type is 'p2p'; allowed: 'all_gather' with context_parallel_size = 1",
-    ),
+    ({"cp_comm_type": "p2p"}, "parallel.cp_comm_type is 'p2p'; allowed: 'all_gather' with context_parallel_size = 1"),
     (
         {**SHARDS, "use_distributed_optimizer": True},
         "parallel.use_distributed_optimizer is True; allowed: False with data_parallel_shard_size, whose shards each",
@@ -133,11 +127,7 @@ RUNS: list[tuple[dict[str, Any], str]] = [
     ),
     ({**LOCAL, **ZERO}, "parallel.use_distributed_optimizer is True; allowed: False with diloco.inner_steps"),
     (
-        {
-            **LOCAL,
-            "optimizer": OptimizerConfig(kind="schedule_free"),
-            "schedule": ScheduleConfig(kind="constant"),
-        },
+        {**LOCAL, "optimizer": OptimizerConfig(kind="schedule_free"), "schedule": ScheduleConfig(kind="constant")},
         "optimizer.kind is 'schedule_free'; allowed: another one with diloco.inner_steps",
     ),
     (
@@ -145,10 +135,7 @@ RUNS: list[tuple[dict[str, Any], str]] = [
         "optimizer.ema_decay is 0.9; allowed: null with diloco.inner_steps",
     ),
     ({**LOCAL, "lora": LoRAConfig(rank=2)}, "lora.rank is 2; allowed: 0 with diloco.inner_steps"),
-    (
-        {**LOCAL, "precision": STORED},
-        "precision.quantized_weights is True; allowed: False with diloco.inner_steps",
-    ),
+    ({**LOCAL, "precision": STORED}, "precision.quantized_weights is True; allowed: False with diloco.inner_steps"),
     (
         {
             "parallel": ParallelConfig(**FIRST),
@@ -301,11 +288,7 @@ MODELS: list[tuple[ModelConfig, dict[str, Any], str]] = [
     ),
     (tiny_moe(), {**APART, **DEEPEP}, "is 2; allowed with expert_dispatch 'deepep': 1 or tensor_model_parallel_size"),
     (tiny(vocab_size=1), FIRST, "vocab_size is 1; allowed: a word or more for each of 2 ranks"),
-    (
-        tiny(activation_sparsity=(0.5, 0.0)),
-        FIRST,
-        "activation_sparsity: a model with it, whose bounds",
-    ),
+    (tiny(activation_sparsity=(0.5, 0.0)), FIRST, "activation_sparsity: a model with it, whose bounds"),
     (
         tiny(attention=HEADS.replace(qk_layernorm="full"), norm=NormConfig(normalization="LayerNorm")),
         FIRST,
@@ -344,11 +327,7 @@ MODELS: list[tuple[ModelConfig, dict[str, Any], str]] = [
         SEQUENCE,
         "hyper_connections: a model with them cannot have sequence_parallel; allowed: without it",
     ),
-    (
-        VARIANTS["compressed"],
-        FIRST,
-        "attention.compressed: a model with it, of one key head, cannot be",
-    ),
+    (VARIANTS["compressed"], FIRST, "attention.compressed: a model with it, of one key head, cannot be"),
     (VARIANTS["alternating_updates"], STAGES, "alternating_updates: a model with it, both of whose ends read it, ca"),
     (
         tiny(

@@ -11,18 +11,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+import te_models.layers as te
 from te_models import GPTModel, ModelConfig
-from te_models.layers import (
-    Float8BlockScaling,
-    Float8CurrentScaling,
-    FusedAdamW,
-    MXFP8BlockScaling,
-    NVFP4BlockScaling,
-    QuantizedTensor,
-    Recipe,
-    autocast,
-    quantized_model_init,
-)
 from te_models.lora import add_lora, lora_state_dict, merge_lora
 from te_models.training import OptimizerConfig
 from te_models.training.optimizer.adamw import Optimizer
@@ -131,15 +121,14 @@ def test_muon_updates_matrices_and_adamw_the_rest(name: str) -> None:
     moved = {n for n, p in trained.items() if not torch.equal(p, before[n])}
     assert moved == {n for n, p in trained.items() if p.grad is not None}
     for n in by_muon & moved:
-        update = (trained[n] - before[n]).square().mean().sqrt()
-        assert update < 0.1, n
+        assert (trained[n] - before[n]).square().mean().sqrt() < 0.1, n
 
 
-RECIPES: dict[str, Callable[[], Recipe]] = {
-    "current": Float8CurrentScaling,
-    "mxfp8": MXFP8BlockScaling,
-    "blockwise": Float8BlockScaling,
-    "nvfp4": NVFP4BlockScaling,
+RECIPES: dict[str, Callable[[], te.Recipe]] = {
+    "current": te.Float8CurrentScaling,
+    "mxfp8": te.MXFP8BlockScaling,
+    "blockwise": te.Float8BlockScaling,
+    "nvfp4": te.NVFP4BlockScaling,
 }
 
 
@@ -152,21 +141,21 @@ def test_stored_weights(name: str, kind: str, tmp_path: Path) -> None:
     exact = model_of(name)
     exact.save_pretrained(tmp_path / "exact")
     stored = GPTModel.from_pretrained(tmp_path / "exact", recipe=recipe)
-    quantized = {n for n, p in stored.named_parameters() if isinstance(p, QuantizedTensor)}
+    quantized = {n for n, p in stored.named_parameters() if isinstance(p, te.QuantizedTensor)}
     assert quantized == {
         n for n, p in exact.named_parameters() if ".linear_" in n and n.endswith(".weight") and p.dim() == 2
     }
-    with autocast(recipe=recipe), torch.no_grad():
+    with te.autocast(recipe=recipe), torch.no_grad():
         assert torch.equal(stored.eval()(ids).logits, exact(ids).logits)
     stored.save_pretrained(tmp_path / "stored")
     again = GPTModel.from_pretrained(tmp_path / "stored", recipe=recipe).eval()
     with torch.no_grad():
         assert torch.equal(again(ids).logits, stored(ids).logits)
-    with quantized_model_init(recipe=recipe):
+    with te.quantized_model_init(recipe=recipe):
         fresh = GPTModel(exact.config).train()
-    optimizer, losses = FusedAdamW(fresh.parameters(), lr=5e-3), []
+    optimizer, losses = te.FusedAdamW(fresh.parameters(), lr=5e-3), []
     for _ in range(4):
-        with autocast(recipe=recipe):
+        with te.autocast(recipe=recipe):
             loss = fresh(ids, labels=ids, return_logits=False).loss
         loss.backward()
         losses.append(loss.item())

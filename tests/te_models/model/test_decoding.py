@@ -116,8 +116,7 @@ def test_one_graph_decodes_every_token(name: str, monkeypatch: pytest.MonkeyPatc
     graphs = eager_graphs(monkeypatch)
     ids, mask = padded(2, 9)
     got = generate(model, ids, 14, attention_mask=mask, compile=True)
-    assert torch.equal(got, generate(model, ids, 14, attention_mask=mask))
-    assert graphs.frame_count == 1
+    assert torch.equal(got, generate(model, ids, 14, attention_mask=mask)) and graphs.frame_count == 1
     generate(model, ids[:, 3:], 8, compile=True)  # a text of another length finds the graph
     assert graphs.frame_count == 1
 
@@ -169,19 +168,16 @@ def test_a_draft_changes_no_greedy_text(name: str) -> None:
         draft = DraftModel(small)
         assert torch.equal(generate(model, ids, 20, draft_model=draft, num_draft_tokens=3), expected)
         rates.append(draft.acceptance_rate)
-    assert rates[0] == 1.0
-    assert rates[2] < 1.0
+    assert rates[0] == 1.0 and rates[2] < 1.0
 
 
 def test_a_draft_ends_where_the_text_ends_and_modes_come_back() -> None:
     model, small, ids = model_of("dense").train(), model_of("dense", 1).train(), token_ids(1, 7)
-    free = generate(model, ids, 12)
-    end = int(free[0, 12])
+    end = int(generate(model, ids, 12)[0, 12])
     assert torch.equal(
         generate(model, ids, 12, eos_token_id=end, draft_model=small), generate(model, ids, 12, eos_token_id=end)
     )
-    assert model.training
-    assert small.training
+    assert model.training and small.training
 
 
 def test_the_rejection_rule_draws_from_the_models_distribution() -> None:
@@ -286,8 +282,7 @@ def test_trained_depths_are_accepted() -> None:
         optimizer.zero_grad()
     draft = MTPDraft()
     text = generate(model.eval(), ids[:, :8], 20, draft_model=draft, num_draft_tokens=2)
-    assert torch.equal(text, ids[:, :28])
-    assert draft.acceptance_rate > 0.9
+    assert torch.equal(text, ids[:, :28]) and draft.acceptance_rate > 0.9
 
 
 def test_a_model_without_depths_is_no_draft() -> None:

@@ -58,8 +58,7 @@ def test_a_bias_moves_against_the_load_by_the_rate() -> None:
         own.copy_(count)
     assert torch.equal(update_expert_bias(model, 0.01), given)
     signs = torch.tensor([[-1.0, 1.0, 0.0, 0.0], [1.0, 1.0, -1.0, 1.0]])  # means of 3 and 2.25
-    assert torch.equal(biases(model), start + signs * 0.01)
-    assert not counts(model).any()
+    assert torch.equal(biases(model), start + signs * 0.01) and not counts(model).any()
     update_expert_bias(model, 0.01)  # nothing was counted, so nothing moves
     assert torch.equal(biases(model), start + signs * 0.01)
 
@@ -90,8 +89,7 @@ def test_padding_is_left_out_as_in_the_router_losses() -> None:
     """The choices of the tokens that are left are those of the texts alone."""
     model, ids, mask = build(), token_ids(2, 9), torch.ones(2, 9, dtype=torch.int64)
     mask[0, :4] = 0
-    whole = run(model, ids, attention_mask=mask)
-    assert whole.sum(-1).tolist() == [36, 36]
+    assert run(model, ids, attention_mask=mask).sum(-1).tolist() == [36, 36]
     padded = counts(model)
     assert padded.sum(-1).tolist() == [28, 28]
     update_expert_bias(model, 0.0)
@@ -147,8 +145,7 @@ def test_counts_compiled_by_inductor(name: str | None) -> None:
         with autocast(enabled=name is not None, recipe=name and recipe(name)):
             for model in (compiled, eager):
                 model(ids, labels=ids, return_logits=False).loss.backward()
-        assert counts(eager).sum() == 36 * (step + 1)
-        assert torch.equal(counts(compiled), counts(eager))
+        assert counts(eager).sum() == 36 * (step + 1) and torch.equal(counts(compiled), counts(eager))
 
 
 @pytest.mark.slow

@@ -173,5 +173,4 @@ def test_the_load_of_experts_in_numbers() -> None:
 
 def test_a_loss_of_sequences_without_tokens_is_zero() -> None:
     probabilities, nobody = torch.full((2, 3, 4), 0.25), torch.zeros(2, 3, dtype=torch.bool)
-    indices = torch.zeros(2, 3, 1, dtype=torch.int64)
-    assert load_balancing_loss(probabilities, indices, nobody).item() == 0
+    assert load_balancing_loss(probabilities, torch.zeros(2, 3, 1, dtype=torch.int64), nobody).item() == 0

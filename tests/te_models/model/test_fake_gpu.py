@@ -1,7 +1,6 @@
 """As on a GPU, on tensors without values: everything is on the device, and the host never waits for it.
 
-Backward passes want a real device, see test_moe_on_gpu.
-"""
+Backward passes want a real device, see test_moe_on_gpu."""
 
 from __future__ import annotations
 

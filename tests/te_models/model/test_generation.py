@@ -73,8 +73,7 @@ def test_logits_with_a_cache_equal_logits_without(pairs, name: str) -> None:
     for size in (1, 6, 1, 9, 3):
         pieces.append(ours(ids[:, begin : begin + size], cache=cache).logits)
         begin += size
-    got = torch.cat(pieces, dim=1)
-    assert (got - expected).abs().max() <= 1e-5 * expected.abs().max()
+    assert (torch.cat(pieces, dim=1) - expected).abs().max() <= 1e-5 * expected.abs().max()
     cache.reset()
     again = ours(ids[:, :5], cache=cache).logits
     assert (again - expected[:, :5]).abs().max() <= 1e-5 * expected.abs().max()
@@ -88,10 +87,8 @@ def test_a_row_stops_at_its_end_and_is_padded(pairs) -> None:
     got = generate(ours, ids, 12, eos_token_id=end, pad_token_id=0)
     assert torch.equal(got, their_text(theirs, ids, 12, end=end))
     new = got[0, 9:].tolist()
-    assert new.index(end) <= 4
-    assert set(new[new.index(end) + 1 :]) <= {0}
-    alone = generate(ours, ids[:1], 12, eos_token_id=(end, 96))
-    assert alone.shape[1] < 9 + 12
+    assert new.index(end) <= 4 and set(new[new.index(end) + 1 :]) <= {0}
+    assert generate(ours, ids[:1], 12, eos_token_id=(end, 96)).shape[1] < 9 + 12
 
 
 def test_streaming_yields_the_same_tokens(pairs) -> None:
@@ -107,8 +104,7 @@ def test_sampling_is_decided_by_the_seed(pairs) -> None:
     _, ours = pairs("llama")
     ids = token_ids(2, 9)
     one, same, other = (generate(ours, ids, 20, temperature=1.5, seed=s) for s in (1, 1, 2))
-    assert torch.equal(one, same)
-    assert not torch.equal(one, other)
+    assert torch.equal(one, same) and not torch.equal(one, other)
     state = torch.get_rng_state()
     generate(ours, ids, 3, temperature=1.0, seed=0)
     assert torch.equal(torch.get_rng_state(), state)
@@ -131,8 +127,7 @@ def test_sampling_frequencies_follow_the_probabilities() -> None:
     counts = torch.bincount(sampler(logits), minlength=4) / 20_000
     expected = torch.softmax(torch.tensor([4.0, 2.0, 0.0]), dim=0)
     # Four standard deviations of a frequency over 20000 draws.
-    assert (counts[:3] - expected).abs().max() < 4 * (0.25 / 20_000) ** 0.5
-    assert counts[3] == 0
+    assert (counts[:3] - expected).abs().max() < 4 * (0.25 / 20_000) ** 0.5 and counts[3] == 0
 
 
 def test_filters() -> None:
@@ -141,12 +136,9 @@ def test_filters() -> None:
     def kept(**options) -> list[int]:
         return filter_logits(logits, **options)[0].isfinite().nonzero()[:, 0].tolist()
 
-    assert kept() == [0, 1, 2, 3]
-    assert kept(top_k=2) == [1, 3]
-    assert kept(top_k=9) == [0, 1, 2, 3]
-    assert kept(top_p=0.3) == [1]
-    assert kept(top_p=0.5) == [1, 3]
-    assert kept(top_p=0.75) == [1, 2, 3]
+    assert kept() == [0, 1, 2, 3] and kept(top_k=2) == [1, 3]
+    assert kept(top_k=9) == [0, 1, 2, 3] and kept(top_p=0.3) == [1]
+    assert kept(top_p=0.5) == [1, 3] and kept(top_p=0.75) == [1, 2, 3]
     assert kept(top_k=2, top_p=0.99) == [1, 3]  # the probabilities are those among the two
     assert kept(top_p=1.0) == [0, 1, 2, 3]
     ties = torch.zeros(1, 5)

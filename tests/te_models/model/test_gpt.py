@@ -10,17 +10,9 @@ import pytest
 import torch
 
 import te_models
+import te_models.layers as te
 from te_models import AttentionConfig, ConfigError, DecoderLayer, GPTModel, MLAConfig, MLPConfig, ModelConfig
 from te_models.checkpoints import expected_tensors
-from te_models.layers import (
-    Float8CurrentScaling,
-    MXFP8BlockScaling,
-    QuantizedModule,
-    QuantizedTensor,
-    Recipe,
-    autocast,
-    quantized_model_init,
-)
 from te_models.model.mixers.attention import SelfAttention
 from tests.build import VARIANTS, tiny, tiny_moe, token_ids
 
@@ -36,11 +28,10 @@ def test_stochastic_rounding_follows_the_seed_that_the_model_was_built_after(dev
 
     def streams(seed: int) -> list[list[int]]:
         model = build(tiny(), seed, device=device)
-        return [m.fp8_rng_state.tolist() for m in model.modules() if isinstance(m, QuantizedModule)]
+        return [m.fp8_rng_state.tolist() for m in model.modules() if isinstance(m, te.QuantizedModule)]
 
     first = streams(3)
-    assert len({seed for seed, _ in first}) == len(first) > 4
-    assert streams(3) == first
+    assert len({seed for seed, _ in first}) == len(first) > 4 and streams(3) == first
     assert not {seed for seed, _ in streams(4)} & {seed for seed, _ in first}
 
 
@@ -63,8 +54,7 @@ def test_every_parameter_gets_a_gradient_and_the_loss_falls(name: str) -> None:
             assert parameter.grad.isfinite().all(), key
             assert parameter.grad.abs().max() > 0, key
         optimizer.step()
-    assert output.logits.shape == (2, 17, model.config.vocab_size)
-    assert losses[2] < losses[0]
+    assert output.logits.shape == (2, 17, model.config.vocab_size) and losses[2] < losses[0]
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -110,15 +100,13 @@ def test_both_layouts_start_from_the_same_numbers() -> None:
 
 
 def test_initial_values() -> None:
-    config = tiny(hidden_size=128, num_layers=8, init_method_std=0.02)
-    model = build(config)
+    model = build(tiny(hidden_size=128, num_layers=8, init_method_std=0.02))
     layer = model.decoder.layers[0]
     assert layer.self_attention.linear_qkv.weight.std().item() == pytest.approx(0.02, rel=0.05)
     for narrow in (layer.self_attention.linear_proj.weight, layer.mlp.linear_fc2.weight):
         assert narrow.std().item() == pytest.approx(0.02 / 4, rel=0.05)
     assert (layer.self_attention.linear_qkv.layer_norm_weight == 1).all()
-    zero_centered = build(VARIANTS["zero_centered"]).decoder.final_layernorm
-    assert (zero_centered.weight == 0).all()
+    assert (build(VARIANTS["zero_centered"]).decoder.final_layernorm.weight == 0).all()
 
 
 def test_the_loss_is_that_of_the_shifted_labels() -> None:
@@ -130,8 +118,7 @@ def test_the_loss_is_that_of_the_shifted_labels() -> None:
     expected = torch.nn.functional.cross_entropy(output.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
     assert output.loss.item() == pytest.approx(expected.item(), rel=1e-6)
     assert model(ids, labels=labels, return_logits=False).loss.item() == pytest.approx(expected.item(), rel=1e-6)
-    only = model(ids)
-    assert only.loss is None
+    assert model(ids).loss is None
     last = model(ids, last_logits_only=True)
     assert torch.allclose(last.logits[:, 0], output.logits[:, -1], rtol=0, atol=1e-5)
 
@@ -195,8 +182,7 @@ def test_mixed_precision_under_torch_autocast() -> None:
     with torch.amp.autocast("cpu", dtype=torch.bfloat16):
         mixed = model(ids, labels=ids)
         loss_only = model(ids, labels=ids, return_logits=False)
-    assert mixed.logits.dtype == torch.bfloat16
-    assert mixed.loss.dtype == torch.float32
+    assert mixed.logits.dtype == torch.bfloat16 and mixed.loss.dtype == torch.float32
     # The mean over 32 tokens of errors of at most a few roundings of logits of size 4.
     assert mixed.loss.item() == pytest.approx(exact.loss.item(), abs=4 * 2**-8)
     assert loss_only.loss.item() == pytest.approx(mixed.loss.item(), abs=1e-5)
@@ -227,11 +213,10 @@ def test_a_layer_stands_alone() -> None:
     layer = DecoderLayer(tiny())
     x = torch.randn(2, 5, 32)
     y, routed = layer(x)
-    assert y.shape == x.shape
-    assert routed is None
+    assert y.shape == x.shape and routed is None
 
 
-@pytest.mark.parametrize("recipe", [Float8CurrentScaling(), MXFP8BlockScaling()], ids=lambda r: type(r).__name__)
+@pytest.mark.parametrize("recipe", [te.Float8CurrentScaling(), te.MXFP8BlockScaling()], ids=lambda r: type(r).__name__)
 @pytest.mark.parametrize("name", ["dense", "moe_shared"])
 def test_fp8_recipes_run_the_whole_model(name: str, recipe) -> None:
     """Within a few percent of bf16's loss, with different bits, and with gradients everywhere."""
@@ -239,18 +224,18 @@ def test_fp8_recipes_run_the_whole_model(name: str, recipe) -> None:
     ids = token_ids(2, 16)
     model = build(config, params_dtype=torch.bfloat16)
     exact = model(ids, labels=ids)
-    with autocast(recipe=recipe):
+    with te.autocast(recipe=recipe):
         output = model(ids, labels=ids)
     assert not torch.equal(output.logits, exact.logits)
     assert output.loss.item() == pytest.approx(exact.loss.item(), rel=0.05)
     output.loss.backward()
     assert all(p.grad.abs().max() > 0 for p in model.parameters())
-    with quantized_model_init(recipe=recipe):
+    with te.quantized_model_init(recipe=recipe):
         stored = build(config, params_dtype=torch.bfloat16)
-    quantized = [key for key, p in stored.named_parameters() if isinstance(p, QuantizedTensor)]
+    quantized = [key for key, p in stored.named_parameters() if isinstance(p, te.QuantizedTensor)]
     assert quantized
     assert not any("router" in key or "embedding" in key or "output_layer" in key for key in quantized)
-    with autocast(recipe=recipe):
+    with te.autocast(recipe=recipe):
         assert torch.equal(stored(ids).logits, output.logits)
 
 
@@ -300,30 +285,28 @@ def test_wrong_calls_are_refused() -> None:
 
 def test_public_names_are_lazy_and_complete() -> None:
     for name in te_models.__all__:
-        assert getattr(te_models, name).__name__ == name
-        assert name in dir(te_models)
+        assert getattr(te_models, name).__name__ == name and name in dir(te_models)
     with pytest.raises(AttributeError, match="no attribute 'GTPModel'"):
         te_models.GTPModel  # noqa: B018
 
 
 def test_rounding_of_the_embedding_multiplier() -> None:
     """Gemma's multiplier is sqrt(hidden size) rounded to the weight's dtype."""
-    config = VARIANTS["softcaps"]
-    model = build(config, params_dtype=torch.bfloat16)
+    model = build(VARIANTS["softcaps"], params_dtype=torch.bfloat16)
     got = model.embedding(token_ids(1, 3), torch.arange(3)[None])
     factor = torch.tensor(math.sqrt(32)).bfloat16()
     assert torch.equal(got, model.embedding.word_embeddings.weight[token_ids(1, 3)] * factor)
 
 
 @pytest.mark.parametrize("layout", ["grouped", "per-gemm"])
-@pytest.mark.parametrize("recipe", [Float8CurrentScaling(), MXFP8BlockScaling()], ids=lambda r: type(r).__name__)
+@pytest.mark.parametrize("recipe", [te.Float8CurrentScaling(), te.MXFP8BlockScaling()], ids=lambda r: type(r).__name__)
 @torch.no_grad()
 def test_quantized_weights_load_save_and_load_again(tmp_path: Path, recipe, layout: str) -> None:
     """Quantizing while loading equals quantizing a built model, and quantized files restore every bit."""
     config = VARIANTS["moe_shared"].replace(hidden_size=64)
     exact = build(config, params_dtype=torch.bfloat16)
     exact.save_pretrained(tmp_path / "exact")
-    with quantized_model_init(recipe=recipe):
+    with te.quantized_model_init(recipe=recipe):
         expected = build(config, params_dtype=torch.bfloat16)
     options = {"dtype": torch.bfloat16, "recipe": recipe, "expert_layout": layout}
     loaded = GPTModel.from_pretrained(tmp_path / "exact", **options)
@@ -331,21 +314,20 @@ def test_quantized_weights_load_save_and_load_again(tmp_path: Path, recipe, layo
     again = GPTModel.from_pretrained(tmp_path / "quantized", **options)
     for (key, a), (_, b) in zip(loaded.named_parameters(), again.named_parameters(), strict=True):
         assert type(a) is type(b)
-        if isinstance(a, QuantizedTensor):
+        if isinstance(a, te.QuantizedTensor):
             assert torch.equal(a.dequantize(), b.dequantize()), key
     ids = token_ids(2, 9)
     logits = [model(ids).logits for model in (expected, loaded, again)]
-    assert torch.equal(logits[0], logits[1])
-    assert torch.equal(logits[0], logits[2])
+    assert torch.equal(logits[0], logits[1]) and torch.equal(logits[0], logits[2])
     assert not torch.equal(logits[0], exact(ids).logits)
 
 
 @pytest.mark.parametrize("config", [tiny(), tiny_moe()], ids=["dense", "moe"])
-@pytest.mark.parametrize("recipe", [None, MXFP8BlockScaling()], ids=["plain", "mxfp8"])
-def test_a_model_without_data_computes_shapes(config: ModelConfig, recipe: Recipe | None) -> None:
+@pytest.mark.parametrize("recipe", [None, te.MXFP8BlockScaling()], ids=["plain", "mxfp8"])
+def test_a_model_without_data_computes_shapes(config: ModelConfig, recipe: te.Recipe | None) -> None:
     """As for counting operations before anything is loaded."""
     model, ids = GPTModel(config, device="meta"), torch.zeros(2, 32, dtype=torch.int64, device="meta")
-    with autocast(enabled=recipe is not None, recipe=recipe):
+    with te.autocast(enabled=recipe is not None, recipe=recipe):
         output = model(ids, labels=ids)
     output.loss.backward()
     assert output.logits.is_meta and output.logits.shape == (2, 32, config.vocab_size)

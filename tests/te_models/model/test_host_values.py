@@ -1,8 +1,7 @@
 """What runs in every step asks no device for a number and copies none to it: either makes the host wait.
 
 On a CPU nothing waits, but the operations that would are the same: `lift_fresh` is what makes a tensor of numbers of
-the host, `_local_scalar_dense` what reads one. test_fake_gpu has whole passes.
-"""
+the host, `_local_scalar_dense` what reads one. test_fake_gpu has whole passes."""
 
 from __future__ import annotations
 

@@ -142,8 +142,7 @@ def test_wrong_state_dicts_are_refused(tmp_path: Path) -> None:
         converter.to_hf(tensors)
     with pytest.raises(CheckpointError, match="is of the family 'llama', not 'qwen2'"):
         AutoConverter.from_config(hf, family="qwen2")
-    source = save(model_of("llama"), tmp_path / "hf")
-    quantize(source, tmp_path / "fp8", "current")
+    quantize(save(model_of("llama"), tmp_path / "hf"), tmp_path / "fp8", "current")
     with pytest.raises(CheckpointError, match=r"has quantized tensors .*; dequantize=True returns their values"):
         GPTModel.from_pretrained(tmp_path / "fp8").to_hf()
 

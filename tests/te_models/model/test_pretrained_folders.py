@@ -56,8 +56,7 @@ def test_a_quantized_folder_loads_and_saves_as_it_is(name: str, tmp_path: Path) 
 def test_small_files_travel_along(tmp_path: Path) -> None:
     GPTModel(tiny_moe()).save_pretrained(tmp_path / "first")
     (tmp_path / "first" / "tokenizer.json").write_text("{}")
-    model = GPTModel.from_pretrained(tmp_path / "first")
-    model.save_pretrained(tmp_path / "second")
+    GPTModel.from_pretrained(tmp_path / "first").save_pretrained(tmp_path / "second")
     assert (tmp_path / "second" / "tokenizer.json").read_text() == "{}"
 
 

@@ -88,8 +88,7 @@ def test_transformers_generate(models: Any, options: dict[str, Any], pads: int) 
         torch.manual_seed(5)
         arguments = {"do_sample": False, "max_new_tokens": NEW, "eos_token_id": None, "pad_token_id": 0} | options
         results.append(model.generate(ids, attention_mask=mask, use_cache=use_cache, **arguments))
-    assert torch.equal(results[0], results[1])
-    assert torch.equal(results[1], results[2])
+    assert torch.equal(results[0], results[1]) and torch.equal(results[1], results[2])
 
 
 @torch.no_grad()
@@ -104,5 +103,4 @@ def test_a_cache_that_is_continued_otherwise_is_refused(models: Any) -> None:
     ):
         ours.gpt(tokens[:, original:], cache=cache)
     cache.reset()
-    got = ours.gpt(tokens, cache=cache).logits
-    assert (got - expected).abs().max() <= 1e-5 * expected.abs().max()
+    assert (ours.gpt(tokens, cache=cache).logits - expected).abs().max() <= 1e-5 * expected.abs().max()

@@ -81,8 +81,7 @@ def test_micro_batches_of_a_pipeline_have_the_same_fields() -> None:
 
 
 def test_a_middle_stage_has_layers_alone() -> None:
-    config = VARIANTS["dense"].replace(num_layers=3)
-    stage = GPTModel(config, device="meta").stage(1, 2)
+    stage = GPTModel(VARIANTS["dense"].replace(num_layers=3), device="meta").stage(1, 2)
     assert {name.split(".")[2] for name, _ in stage.named_parameters()} == {"1"}
     assert all(name.startswith("decoder.layers.1.") for name in stage.state_dict())
     with pytest.raises(ValueError, match="this stage was given input_ids; allowed: inputs_embeds"):

@@ -195,10 +195,7 @@ def test_the_best_layouts_are_tried_with_other_choices(tmp_path: Path) -> None:
     assert found(whole, dispatches_of) == [{"expert_dispatch": "deepep"}] and not found(staged, dispatches_of)
 
 
-PUBLISHED = {
-    "deepseek-v3": (1024, 64, "block", 1297),
-    "qwen3-235b-a22b": (256, 32, "current", 1575),
-}
+PUBLISHED = {"deepseek-v3": (1024, 64, "block", 1297), "qwen3-235b-a22b": (256, 32, "current", 1575)}
 """Ranks, expert parallelism and recipe of published runs on H100s: TP2, PP8 of four stages each, 128 micro-batches of
 one sequence of 4,096 tokens, and the tokens a second of each rank (Megatron-Bridge, 25.09 and 25.11)."""
 

@@ -2,8 +2,7 @@
 signatures of deep_ep 1.x, the types and layouts that its kernels insist on, and its results, computed plainly.
 
 What a caller may get wrong is an error: an argument by another name, another dtype or memory layout, a layout that
-belongs to other tokens, a buffer that is too small, a number of ranks without settings.
-"""
+belongs to other tokens, a buffer that is too small, a number of ranks without settings."""
 
 from __future__ import annotations
 

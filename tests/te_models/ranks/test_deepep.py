@@ -87,8 +87,7 @@ def compare(
         outputs[-1].loss.backward()
     loads = [take_expert_load(model).metrics() for model in models]  # all ranks', before one may fail
     expected, got = outputs
-    assert loads[0] == loads[1]
-    assert torch.equal(got.tokens_per_expert, expected.tokens_per_expert)
+    assert loads[0] == loads[1] and torch.equal(got.tokens_per_expert, expected.tokens_per_expert)
     assert distance(got.logits, expected.logits) <= bound, f"logits: {distance(got.logits, expected.logits):.1e}"
     assert distance(got.loss, expected.loss) <= bound
     for key, p in models[0].named_parameters():
@@ -341,8 +340,7 @@ def test_what_deep_ep_cannot_do_is_refused() -> None:
 @on_ranks_with_deep_ep(4)
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "precision"),
-    [("moe", "float32"), ("top3", "float32"), ("top3", "bfloat16"), ("dropping", "float32")],
+    ("name", "precision"), [("moe", "float32"), ("top3", "float32"), ("top3", "bfloat16"), ("dropping", "float32")]
 )
 def test_four_ranks_are_those_of_all_to_all(name: str, precision: str) -> None:
     test_a_model_is_that_of_all_to_all.__wrapped__(name, precision)

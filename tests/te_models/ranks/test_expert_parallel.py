@@ -98,8 +98,7 @@ def test_distributed_experts_are_the_whole_model(name: str, precision: str, disp
 @on_ranks(2)
 def test_experts_without_tokens() -> None:
     """One rank gets no token at all, and an expert of the other none either."""
-    config = tiny_moe(RouterConfig(score="sigmoid", expert_bias=True), num_moe_experts=6)
-    whole, split = both(config)
+    whole, split = both(tiny_moe(RouterConfig(score="sigmoid", expert_bias=True), num_moe_experts=6))
     for model in (whole, split):
         for name, buffer in model.named_buffers():
             if name.endswith("expert_bias"):

@@ -35,11 +35,7 @@ LAYOUTS: dict[str, dict[str, int]] = {
     "hsdp": {"data_parallel_shard_size": 2},
     "tp2_fsdp2": {"tensor_model_parallel_size": 2, "data_parallel_shard_size": -1},
     "ep2_fsdp4": {"expert_model_parallel_size": 2, "data_parallel_shard_size": 4},
-    "ep2_tp2_fsdp2": {
-        "expert_model_parallel_size": 2,
-        "tensor_model_parallel_size": 2,
-        "data_parallel_shard_size": 2,
-    },
+    "ep2_tp2_fsdp2": {"expert_model_parallel_size": 2, "tensor_model_parallel_size": 2, "data_parallel_shard_size": 2},
     "tp2": {"tensor_model_parallel_size": 2},
     "etp2": {"expert_tensor_parallel_size": 2},
     "ep2_etp2_fsdp4": {
@@ -341,8 +337,7 @@ def test_a_rank_without_a_part_takes_part_in_a_norm() -> None:
     """A rank without a part of a vector takes part in its norm all the same."""
     mine = [torch.tensor(3.0)] if dist.get_rank() == 1 else []
     group = dist.group.WORLD
-    assert group is not None
-    assert float(norm_over((group,), mine, torch.device("cpu"))) == 3.0
+    assert group is not None and float(norm_over((group,), mine, torch.device("cpu"))) == 3.0
 
 
 @on_ranks(4)

@@ -27,11 +27,7 @@ CASES: dict[str, dict[str, int]] = {
     "ep2-cp2-fsdp2": {"expert_model_parallel_size": 2, "data_parallel_shard_size": 2, "context_parallel_size": 2},
     "tp2-fsdp2": {"tensor_model_parallel_size": 2, "data_parallel_shard_size": 2},
     "tp2-ep2": {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2},
-    "tp2-ep2-fsdp2": {
-        "tensor_model_parallel_size": 2,
-        "expert_model_parallel_size": 2,
-        "data_parallel_shard_size": 2,
-    },
+    "tp2-ep2-fsdp2": {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2, "data_parallel_shard_size": 2},
     "mxfp8-ep2-fsdp4": {"expert_model_parallel_size": 2, "data_parallel_shard_size": 4},
 }
 """Layouts of four ranks; "mxfp8" stores weights quantized."""

@@ -106,8 +106,7 @@ def test_tokens_are_those_of_the_whole_model(layout: str, dispatch: str) -> None
 @pytest.mark.parametrize(("layout", "dispatch"), WAYS)
 def test_one_graph_whatever_the_router_decides(layout: str, dispatch: str) -> None:
     """One graph, whatever the router decides."""
-    config = one_layer(tiny_moe(aux_loss_coeff=0.01))
-    _, split, mesh = both(config, layout, dispatch)
+    _, split, mesh = both(one_layer(tiny_moe(aux_loss_coeff=0.01)), layout, dispatch)
     run = torch.compile(split, fullgraph=True, backend="eager", dynamic=False)
     with torch._dynamo.config.patch(error_on_recompile=True):
         for seed in range(3):

@@ -99,8 +99,7 @@ def test_every_layer_is_seen(moe: bool) -> None:
     for unit in units:
         product, gradient = seen[unit.name], named[f"{unit.name}.weight"].grad
         assert gradient is not None
-        rows = sum(x.shape[0] for x in product.x)
-        assert rows == (64 if "experts" in unit.name else 32)
+        assert sum(x.shape[0] for x in product.x) == (64 if "experts" in unit.name else 32)
         sums = [dy.T @ x for x, dy in zip(product.x, product.dy, strict=True)]
         used = [g for g in gradient.unbind(0) if g.any()] if gradient.dim() == 3 else [gradient]
         for ours, its in zip(sums, used, strict=True):

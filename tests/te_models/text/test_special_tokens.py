@@ -108,8 +108,7 @@ def test_who_names_the_end_of_a_text(tmp_path: Path) -> None:
     edit(folder / "config.json", eos_token_id=[end["<|end|>"], 3])
     assert found() == end["<|end|>"]
     edit(folder / "generation_config.json", eos_token_id=end["<|endoftext|>"])
-    assert found() == end["<|endoftext|>"]
-    assert load_encoder(str(folder)).behind == (end["<|endoftext|>"],)
+    assert found() == end["<|endoftext|>"] and load_encoder(str(folder)).behind == (end["<|endoftext|>"],)
     for options, says in (
         (DocumentOptions(eos_token="<none>"), "eos_token is '<none>', which the tokenizer of .* does not have"),
         (DocumentOptions(add_bos_token=True), "names no token that begins a text"),

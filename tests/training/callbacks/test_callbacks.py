@@ -79,8 +79,7 @@ def run_of(tmp_path: Path, name: str = "run", **changes: Any) -> TrainConfig:
 def test_what_a_callback_is_told(tmp_path: Path) -> None:
     notes = Notes()
     evaluations = {"own": lambda model: 1.5, "weights": weight_norm}
-    result = train(run_of(tmp_path), callbacks=[notes], evaluations=evaluations)
-    rows = read_metrics(result.metrics_file)
+    rows = read_metrics(train(run_of(tmp_path), callbacks=[notes], evaluations=evaluations).metrics_file)
     events = [(event, step) for event, step, _ in notes.told]
     of_step = [[("on_step", s), *([("on_evaluate", s)] if s % 2 == 0 else []), ("on_log", s)] for s in (1, 2, 3, 4)]
     saved = [[], [("on_save", 2)], [], [("on_save", 4)]]
@@ -116,8 +115,7 @@ def test_evaluations_that_fail_and_those_of_a_configuration(tmp_path: Path) -> N
     config = run_of(tmp_path, evaluation=LOSS.replace(functions=(f"weights={name}",)))
     with pytest.raises(CallbackError, match=r"the evaluation odd failed at step 2: TypeError: it returned a str"):
         train(config, evaluations={"odd": lambda model: "much"})
-    rows = read_metrics(train(config).metrics_file)
-    assert rows[3]["evaluations"].keys() == {"weights/norm"}
+    assert read_metrics(train(config).metrics_file)[3]["evaluations"].keys() == {"weights/norm"}
     with pytest.raises(ConfigError, match=r"evaluation\.functions has '.*:gone', and .* has no 'gone'"):
         train(config.replace(evaluation=LOSS.replace(functions=("a=tests.training.callbacks.test_callbacks:gone",))))
     with pytest.raises(ConfigError, match=r'evaluation\.functions is .*; allowed: "name=package\.module:function"'):

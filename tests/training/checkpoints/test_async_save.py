@@ -115,5 +115,4 @@ def test_ranks_save_what_ranks_that_wait_save(layout: str, tmp_path: Path) -> No
     checkpoint = Path("checkpoints") / "step-00000002"
     shutil.copytree(Path(going_on.output_dir) / checkpoint, Path(resumed.output_dir) / checkpoint)
     train_on_ranks(resumed, tmp_path)
-    finals = (tensors_under(Path(config.output_dir) / "final") for config in (resumed, waiting))
-    assert_same_bits(*finals)
+    assert_same_bits(*(tensors_under(Path(config.output_dir) / "final") for config in (resumed, waiting)))

@@ -126,8 +126,7 @@ def test_boxes_that_do_not_cover_a_tensor_are_found_when_it_is_saved(tmp_path: P
 @pytest.mark.slow
 def test_1024_ranks_of_a_70b(tmp_path: Path) -> None:
     """Within 1 GiB, in a process of its own; it takes 20 s of processor time, most of it what 1,024 ranks do."""
-    command = ["-m", __name__, str(tmp_path)]
-    done = Python(command, fresh=True).finish(400)
+    done = Python(["-m", __name__, str(tmp_path)], fresh=True).finish(400)
     assert done.returncode == 0, done.stderr
     _, mebibytes = map(float, done.stdout.split())
     assert mebibytes < 1024

@@ -1,7 +1,6 @@
 """An interrupted run continues bit for bit: weights, moments, random states, losses. Children die of real SIGKILLs.
 
-One of each kind of moment in every run; every step, and more places of a save, in the full run.
-"""
+One of each kind of moment in every run; every step, and more places of a save, in the full run."""
 
 import errno
 import shutil

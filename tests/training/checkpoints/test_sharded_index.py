@@ -289,8 +289,7 @@ def test_edits_of_the_index_are_told(original: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_all_edits_of_the_index_are_told(original: Path, tmp_path: Path) -> None:
-    refused = sum(assert_told(original, tmp_path, name, edit) for name, edit in cases(original))
-    assert refused > 900
+    assert sum(assert_told(original, tmp_path, name, edit) for name, edit in cases(original)) > 900
 
 
 def test_a_file_outside_of_the_folder_is_not_read(original: Path, tmp_path: Path) -> None:

@@ -77,8 +77,7 @@ def test_a_step_is_read_once(case: str, tmp_path: Path, monkeypatch: pytest.Monk
     as_on_an_accelerator(monkeypatch)
     reads = Reads()
     results, found = steps(tmp_path, CASES[case], reads)
-    assert reads.found == ["tolist"] * len(results)
-    assert results == expected
+    assert reads.found == ["tolist"] * len(results) and results == expected
     assert all(torch.equal(a, b) for a, b in zip(found, weights, strict=True))
 
 

@@ -36,8 +36,7 @@ def test_sizes_and_positions() -> None:
 def test_a_run_grows_and_resumes(tmp_path: Path) -> None:
     config = tiny_run(tmp_path, "whole", steps=5)
     config = replace(config, data=replace(config.data, gradient_accumulation=3, rampup_batch_size=(2, 2, 8)))
-    rows = read_metrics(train(config).metrics_file)
-    assert [row["tokens"] // 32 for row in rows] == [2, 4, 8, 14, 20]
+    assert [row["tokens"] // 32 for row in read_metrics(train(config).metrics_file)] == [2, 4, 8, 14, 20]
     parts = replace(config, output_dir=str(tmp_path / "parts"), resume=True)
     hold = replace(config.schedule, steps=5)
     train(replace(parts, steps=2, schedule=hold))

@@ -12,26 +12,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import te_models.training as training
 from te_models.config import ConfigError
-from te_models.training import (
-    CheckpointConfig,
-    DataConfig,
-    DataError,
-    EvaluationConfig,
-    ScheduleConfig,
-    TrainConfig,
-    Windows,
-    build_dataset,
-    read_metrics,
-    train,
-    write_dataset,
-)
 from te_models.training.data.blend import Blend
 from tests.training.runs import TEXT, assert_same_bits, curve, tensors_under, tiny_run
 
 
-def of_one_token(path: Path, token: int, count: int) -> Windows:
-    return Windows(write_dataset(path, [[[token] * 4 * count]], 257), 4, "train", 0.0, 0)
+def of_one_token(path: Path, token: int, count: int) -> training.Windows:
+    return training.Windows(training.write_dataset(path, [[[token] * 4 * count]], 257), 4, "train", 0.0, 0)
 
 
 @given(st.lists(st.fractions(min_value=Fraction(1, 100), max_value=100), min_size=1, max_size=5), st.integers(1, 300))
@@ -51,19 +39,18 @@ def test_counts_follow_the_weights_at_every_position(weights: list[Fraction], po
 def test_a_blend_reads_its_data_sets_by_weight(tmp_path: Path) -> None:
     parts = tuple(of_one_token(tmp_path / str(i), i, 3) for i in range(3))
     blend = Blend(parts, (Fraction("0.5"), Fraction("0.3"), Fraction("0.2")))
-    first = blend.examples(0, 10).input_ids[:, 0]
-    assert torch.bincount(first).tolist() == [5, 3, 2]
+    assert torch.bincount(blend.examples(0, 10).input_ids[:, 0]).tolist() == [5, 3, 2]
     for position in (0, 7, 10**15):
         assert torch.equal(blend.examples(position, 4).input_ids[1:], blend.examples(position + 1, 3).input_ids)
 
 
-def blended(tmp_path: Path, name: str, **changes: object) -> TrainConfig:
+def blended(tmp_path: Path, name: str, **changes: object) -> training.TrainConfig:
     run = tiny_run(tmp_path, name, steps=4)
     folders = [tmp_path / "json", tmp_path / "email"]
     for folder, text in zip(folders, (TEXT, TEXT.replace("json", "email")), strict=True):
         if not folder.exists():
-            build_dataset(folder, [text], "bytes")
-    data = DataConfig(
+            training.build_dataset(folder, [text], "bytes")
+    data = training.DataConfig(
         blend=(f"{folders[0]}=0.7", f"{folders[1]}=0.3"),
         sequence_length=32,
         micro_batch_size=2,
@@ -71,28 +58,28 @@ def blended(tmp_path: Path, name: str, **changes: object) -> TrainConfig:
     )
     sets = (f"mail={folders[1]}", f"code={folders[0]}")
     values: dict[str, Any] = {
-        "schedule": ScheduleConfig(kind="constant"),
+        "schedule": training.ScheduleConfig(kind="constant"),
         "data": data,
-        "evaluation": EvaluationConfig(every=2, batches=2, sets=sets),
+        "evaluation": training.EvaluationConfig(every=2, batches=2, sets=sets),
     }
-    return run.replace(**values, checkpoint=CheckpointConfig(every=2), **changes)
+    return run.replace(**values, checkpoint=training.CheckpointConfig(every=2), **changes)
 
 
 def test_a_run_on_a_blend_resumes_bit_for_bit_and_measures_each_set(tmp_path: Path) -> None:
     whole, parts = blended(tmp_path, "whole"), blended(tmp_path, "parts")
-    train(whole)
-    train(parts.replace(steps=2))
-    train(parts)
+    training.train(whole)
+    training.train(parts.replace(steps=2))
+    training.train(parts)
     assert curve(whole) == curve(parts)
     assert_same_bits(*(tensors_under(Path(run.output_dir) / "checkpoints") for run in (whole, parts)))
-    rows = read_metrics(Path(whole.output_dir) / "metrics.jsonl")
+    rows = training.read_metrics(Path(whole.output_dir) / "metrics.jsonl")
     assert list(rows[1]["validation_losses"]) == ["mail", "code"]
     assert rows[1]["validation_losses"]["mail"] != rows[1]["validation_losses"]["code"]
     assert "validation_loss" in rows[1] and "validation_losses" not in rows[0]
     other = blended(tmp_path, "parts", steps=6)
     other = other.replace(data=other.data.replace(blend=other.data.blend[::-1]))
     with pytest.raises(ConfigError, match=r"data.blend differ from the checkpoint's"):
-        train(other)
+        training.train(other)
 
 
 WRONG = {
@@ -107,18 +94,18 @@ WRONG = {
 @pytest.mark.parametrize("blend", WRONG)
 def test_a_wrong_blend_is_named(blend: tuple[str, ...]) -> None:
     with pytest.raises(ConfigError, match=WRONG[blend]):
-        DataConfig(blend=blend)
+        training.DataConfig(blend=blend)
 
 
 def test_what_a_blend_cannot_be_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"a folder, or data.blend, and not both"):
-        DataConfig(path="a", blend=("b=1",))
+        training.DataConfig(path="a", blend=("b=1",))
     with pytest.raises(ConfigError, match=r"evaluation.sets is 'code'; allowed: .name=folder."):
-        EvaluationConfig(sets=("code",))
+        training.EvaluationConfig(sets=("code",))
     run = blended(tmp_path, "run")
     absent = run.replace(data=run.data.replace(blend=(f"{tmp_path / 'absent'}=1",)))
-    with pytest.raises(DataError, match="absent is not a token data set"):
-        train(absent)
+    with pytest.raises(training.DataError, match="absent is not a token data set"):
+        training.train(absent)
 
 
 @given(st.lists(st.lists(st.integers(0, 5), min_size=3, max_size=3).filter(any), min_size=1, max_size=4), st.data())
@@ -149,14 +136,16 @@ def test_a_curriculum_resumes_bit_for_bit(tmp_path: Path) -> None:
     json, email = (text.rpartition("=")[0] for text in config.data.blend)
     data = config.data.replace(blend=(f"{json}=1", f"{email}=0"), blend_steps=(f"2: {json}=0, {email}=1",))
     config = config.replace(data=data)
-    train(config)
+    training.train(config)
     parts = config.replace(output_dir=str(tmp_path / "parts"))
-    train(parts.replace(steps=3))
-    train(parts)
+    training.train(parts.replace(steps=3))
+    training.train(parts)
     assert_same_bits(*(tensors_under(tmp_path / name / "final") for name in ("whole", "parts")))
     other = config.replace(data=data.replace(path=json, blend=(), blend_steps=()), output_dir=str(tmp_path / "other"))
-    train(other)
-    rows = [[row["loss"] for row in read_metrics(tmp_path / name / "metrics.jsonl")] for name in ("whole", "other")]
+    training.train(other)
+    rows = [
+        [row["loss"] for row in training.read_metrics(tmp_path / name / "metrics.jsonl")] for name in ("whole", "other")
+    ]
     assert rows[0][:2] == rows[1][:2] and rows[0][2:] != rows[1][2:]
 
 
@@ -171,6 +160,6 @@ def test_a_curriculum_resumes_bit_for_bit(tmp_path: Path) -> None:
 )
 def test_a_wrong_curriculum_is_named(steps: tuple[str, ...], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        DataConfig(blend=("a=1", "b=1"), blend_steps=steps)
+        training.DataConfig(blend=("a=1", "b=1"), blend_steps=steps)
     with pytest.raises(ConfigError, match=r"data\.blend_steps is \[.*\]; allowed: empty without blend"):
-        DataConfig(path="a", blend_steps=("5: a=1",))
+        training.DataConfig(path="a", blend_steps=("5: a=1",))

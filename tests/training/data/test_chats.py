@@ -27,8 +27,7 @@ def parts(dataset: TokenDataset) -> list[tuple[list[int], list[int]]]:
     """The ids and marks of each document."""
     assert dataset.loss_mask is not None
     ids, marks = dataset.tokens.tolist(), dataset.loss_mask.read(0, len(dataset)).tolist()
-    ends = [0, *dataset.document_ends.tolist()]
-    return [(ids[a:b], marks[a:b]) for a, b in itertools.pairwise(ends)]
+    return [(ids[a:b], marks[a:b]) for a, b in itertools.pairwise([0, *dataset.document_ends.tolist()])]
 
 
 def test_rows_of_a_chat_that_the_template_rewrites(tmp_path: Path) -> None:

@@ -55,8 +55,7 @@ def test_text_becomes_bytes_with_document_ends(tmp_path: Path) -> None:
     documents = b"".join(bytes([t]) if t < 256 else b"\xff" for t in dataset.tokens.to(torch.int64).tolist()).split(
         b"\xff"
     )
-    assert documents.pop() == b""
-    assert sorted(d.decode() for d in documents) == sorted(texts)
+    assert documents.pop() == b"" and sorted(d.decode() for d in documents) == sorted(texts)
 
 
 def test_a_hugging_face_tokenizer_gives_its_own_ids(tmp_path: Path) -> None:
@@ -154,10 +153,8 @@ def test_an_epoch_reads_each_training_window_once_and_no_validation_window(tmp_p
     first, second = train.batch(0, 20), train.batch(20, 20)
     everything = torch.arange(100).view(25, 4)
     assert torch.equal(first[first[:, 0].argsort()], everything[:20])
-    assert torch.equal(second[second[:, 0].argsort()], everything[:20])
-    assert not torch.equal(first, second)
-    assert not torch.equal(first, everything[:20])
-    assert torch.equal(validation.batch(0, 5), everything[20:])
+    assert torch.equal(second[second[:, 0].argsort()], everything[:20]) and not torch.equal(first, second)
+    assert not torch.equal(first, everything[:20]) and torch.equal(validation.batch(0, 5), everything[20:])
 
 
 @given(st.integers(0, 2**40), st.integers(1, 9), st.integers(0, 5))

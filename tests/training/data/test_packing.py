@@ -52,8 +52,7 @@ def test_a_row_says_where_its_documents_are(tmp_path: Path) -> None:
     assert batch.labels is not None and batch.position_ids is not None and batch.documents is not None
     assert batch.labels.tolist() == [[-100, 2, 3, -100, 5, -100], [-100, 7, 8, 9, -100, -100]]
     assert batch.position_ids.tolist() == [[0, 1, 2, 0, 1, 0], [0, 1, 2, 3, 0, 1]]
-    assert batch.documents.tolist() == [[0, 0, 0, 1, 1, -1], [0, 0, 0, 0, -1, -1]]
-    assert batch.scored() == 6
+    assert batch.documents.tolist() == [[0, 0, 0, 1, 1, -1], [0, 0, 0, 0, -1, -1]] and batch.scored() == 6
     windows = Windows(dataset, 4, "all", 0.0, 0, DocumentPacking(reset_position_ids=True))
     batch = windows.examples(0, 2)  # consecutive tokens: 1 2 3 4 | 5 6 7 8
     assert batch.position_ids is not None and batch.labels is not None and batch.documents is None
@@ -88,8 +87,7 @@ def test_packed_documents_have_the_losses_of_separate_rows(config: ModelConfig, 
             row, _ = f(ids)
             (row * (b - a - 1) / batch.scored()).backward()
             total, count = total + row.double().detach() * (b - a - 1), count + b - a - 1
-    assert count == batch.scored()
-    assert abs(loss.item() - float(total) / count) < 1e-6
+    assert count == batch.scored() and abs(loss.item() - float(total) / count) < 1e-6
     for name, p in model.named_parameters():
         if p.grad is not None and name in gradients:
             torch.testing.assert_close(gradients[name], p.grad, rtol=1e-4, atol=1e-6)

@@ -80,8 +80,7 @@ def test_a_run_that_was_interrupted_goes_on(tmp_path: Path, many: list[Path], mo
     (tmp_path / ".out.parts" / "2.partial").mkdir()  # what a kill leaves
     written[:] = ["", "", ""]
     again = build_dataset(tmp_path / "out", many, "bytes", text_field="body")
-    assert files(again.path) == whole
-    assert not {"0", "1"} & set(written)
+    assert files(again.path) == whole and not {"0", "1"} & set(written)
     assert not (tmp_path / ".out.parts").exists()
     written[:] = []
     with pytest.raises(KeyboardInterrupt):
@@ -354,8 +353,7 @@ def test_a_chat_scores_what_the_assistant_wrote(template: str, tmp_path: Path) -
     ids, mask = dataset.tokens[:end], dataset.loss_mask.read(0, end).bool()
     whole = "<user>hello<end><assistant>this is<end><user>a chat<end><assistant>world<end>"
     assert tokenizer.decode(ids.tolist()) == whole
-    assert tokenizer.decode(ids[mask].tolist()) == "this is<end>world<end>"
-    assert dataset.num_documents == 2
+    assert tokenizer.decode(ids[mask].tolist()) == "this is<end>world<end>" and dataset.num_documents == 2
     plain = torch.ones(len(dataset), dtype=torch.uint8).numpy().tobytes()
     before = dataset.checked_digest()
     (dataset.path / "loss_mask.bin").write_bytes(plain)
@@ -399,5 +397,4 @@ def test_the_command_says_what_it_wrote(tmp_path: Path, capsys: pytest.CaptureFi
         "vocab_size": 257,
         "scored_tokens": None,
     }
-    assert main(words) == 2
-    assert "d exists already" in capsys.readouterr().err
+    assert main(words) == 2 and "d exists already" in capsys.readouterr().err

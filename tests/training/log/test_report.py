@@ -71,18 +71,11 @@ def test_two_runs_stand_side_by_side_in_a_page_that_loads_nothing(tmp_path: Path
     text = out.read_text()
     found = Page(text)
     assert found.loads == [] and not {"script", "link", "img", "iframe"} & {*found.elements}
-    assert not re.search(r"url\(|@import|https?:", text)
-    assert "default-src 'none'" in text
+    assert not re.search(r"url\(|@import|https?:", text) and "default-src 'none'" in text
     assert found.elements.count("svg") == 5  # loss, further sets, distance, learning rate, gradient norm
-    for words in (
-        "skipped steps: 3",
-        "continued from step 2 on 2 ranks",
-        "finished",
-        "1.5000 (best 1.5000 at step 4)",
-    ):
+    for words in ("skipped steps: 3", "continued from step 2 on 2 ranks", "finished", "1.5000 (best 1.5000 at step 4)"):
         assert words in found.text
-    configuration = found.text[found.text.index("Configuration") :]
-    first, _, folded = configuration.partition("equal rows")
+    first, _, folded = found.text[found.text.index("Configuration") :].partition("equal rows")
     assert {"output_dir", "seed"} < {*first.split()} and "optimizer.lr" not in first and "optimizer.lr" in folded
     assert "<title>a, step 2: 3</title>" in text and 'text-anchor="middle">step</text>' in text
     assert re.search(r"<text [^>]*rotate\(-90[^>]*>Gradient norm</text>", text)
@@ -104,8 +97,7 @@ def test_a_run_records_its_starts(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert main(["report", str(tmp_path / "run"), "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert result["report"] == str(tmp_path / "run" / "report.html")
-    assert result["runs"]["run"]["steps"] == "2 of 2"
-    assert "<svg" in Path(result["report"]).read_text()
+    assert result["runs"]["run"]["steps"] == "2 of 2" and "<svg" in Path(result["report"]).read_text()
 
 
 def test_what_is_no_run_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -122,8 +114,7 @@ def test_what_is_no_run_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 def test_axes_have_round_numbers_and_long_lines_keep_their_extremes() -> None:
-    assert ticks(0.0, 6.2) == [0, 1, 2, 3, 4, 5, 6]
-    assert ticks(-0.004, 0.011) == [0.0, 0.005, 0.01]
+    assert ticks(0.0, 6.2) == [0, 1, 2, 3, 4, 5, 6] and ticks(-0.004, 0.011) == [0.0, 0.005, 0.01]
     points = [(float(i), math.sin(i)) for i in range(20000)]
     points[777] = (777.0, 50.0)
     found = thinned(points)

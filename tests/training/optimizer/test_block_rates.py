@@ -59,13 +59,11 @@ def test_the_first_pattern_that_means_a_block_or_its_weight_wins() -> None:
         weight = torch.nn.Parameter(torch.zeros(16, 12))
         weight.grad = torch.ones(16, 12)
         config = OptimizerConfig(lr_mult=lr_mult, weight_decay=0.0, clip_grad_norm=None)
-        optimizer = Optimizer([("linear_qkv.weight", weight)], config, blocks={"linear_qkv.weight": ROWS})
-        optimizer.step(0.01)
+        Optimizer([("linear_qkv.weight", weight)], config, blocks={"linear_qkv.weight": ROWS}).step(0.01)
         steps = [round(float(part[0, 0]) / -0.01, 3) for part in _parts(weight.detach()).values()]
         return steps, list(ROWS.values())
 
-    assert shares("*.k=0.5", "*=2")[0] == [2.0, 0.5, 2.0]
-    assert shares("*=2", "*.k=0.5")[0] == [2.0, 2.0, 2.0]
+    assert shares("*.k=0.5", "*=2")[0] == [2.0, 0.5, 2.0] and shares("*=2", "*.k=0.5")[0] == [2.0, 2.0, 2.0]
     assert shares("linear_qkv.weight=3")[0] == [3.0, 3.0, 3.0]
     assert shares("*.q=2", "*.k=2", "*.v=2")[0] == [2.0, 2.0, 2.0]
 
@@ -84,8 +82,7 @@ def test_blocks_are_named_and_cover_what_they_join() -> None:
     assert list(gated_blocks) == ["q", "k", "v", "gate"]
     for name, shape in expected_tensors(model).items():
         if len(shape) > 1:
-            rows = tuple(joined_blocks(model, name, shape).values()) or (shape[-2],)
-            assert sum(rows) == shape[-2]
+            assert sum(tuple(joined_blocks(model, name, shape).values()) or (shape[-2],)) == shape[-2]
 
 
 @pytest.mark.parametrize(

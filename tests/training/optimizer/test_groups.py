@@ -45,8 +45,7 @@ def test_a_multiplier_is_another_learning_rate() -> None:
         p.grad = torch.ones(3, 4)
     optimizer.step(0.5)
     reference.step(0.25)
-    assert torch.equal(weights["a"], other)
-    assert not torch.equal(weights["b"], other)
+    assert torch.equal(weights["a"], other) and not torch.equal(weights["b"], other)
 
 
 WRONG = {

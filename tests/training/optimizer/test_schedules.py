@@ -25,14 +25,12 @@ def test_constant_stays() -> None:
 def test_cosine_follows_its_formula_and_ends_at_the_floor() -> None:
     got = values(101, kind="cosine", min_lr_ratio=0.25)
     expected = [0.5 + 1.5 * (1 + math.cos(math.pi * step / 100)) / 2 for step in range(101)]
-    assert got == pytest.approx(expected, rel=1e-12)
-    assert got[-1] == pytest.approx(0.5)
+    assert got == pytest.approx(expected, rel=1e-12) and got[-1] == pytest.approx(0.5)
 
 
 def test_wsd_is_flat_then_linear() -> None:
     got = values(30, kind="wsd", warmup_steps=5, decay_steps=10, min_lr_ratio=0.0)
-    assert got[4:20] == [2.0] * 16
-    assert got[20:] == pytest.approx([2.0 * (1 - i / 10) for i in range(1, 11)])
+    assert got[4:20] == [2.0] * 16 and got[20:] == pytest.approx([2.0 * (1 - i / 10) for i in range(1, 11)])
 
 
 def test_wsd_can_fall_as_one_minus_the_root() -> None:
@@ -49,15 +47,13 @@ def test_linear_ends_at_the_floor() -> None:
 
 def test_inverse_sqrt_goes_on_from_the_warmup() -> None:
     got = values(400, kind="inverse_sqrt", warmup_steps=16, min_lr_ratio=0.25)
-    assert got[15] == 2.0
-    assert got[63] == pytest.approx(1.0)
+    assert got[15] == 2.0 and got[63] == pytest.approx(1.0)
     assert got[-1] == 0.5
 
 
 def test_wsd_decays_over_a_tenth_by_default() -> None:
     got = values(100, kind="wsd", min_lr_ratio=0.0)
-    assert got[89] == 2.0
-    assert got[90] == pytest.approx(1.8)
+    assert got[89] == 2.0 and got[90] == pytest.approx(1.8)
     assert got[-1] == pytest.approx(0.0)
 
 

@@ -11,20 +11,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import te_models.training as training
 from te_models import GPTModel
 from te_models.checkpoints import quantize
 from te_models.config import ConfigError
 from te_models.kernels.cross_entropy import linear_kl, log_probs
-from te_models.training import (
-    DataConfig,
-    EvaluationConfig,
-    ModelSource,
-    PosttrainingConfig,
-    ScheduleConfig,
-    TrainConfig,
-    read_metrics,
-    train,
-)
 from te_models.training.data.windows import Batch
 from te_models.training.posttraining import Distillation
 from tests.training.runs import assert_same_bits, tensors_under, tiny_model, tiny_run
@@ -70,7 +61,7 @@ def distilling(tmp_path: Path, name: str = "run", posttraining: dict[str, Any] |
         torch.manual_seed(1)
         GPTModel(tiny_model(hidden=32).replace(init_method_std=0.3), dtype=torch.float32).save_pretrained(folder)
     table = {"method": "distill", "teacher": str(folder), "temperature": 2.0, "alpha": 1.0, **(posttraining or {})}
-    return tiny_run(tmp_path, name, **({"posttraining": PosttrainingConfig(**table)} | changes))
+    return tiny_run(tmp_path, name, **({"posttraining": training.PosttrainingConfig(**table)} | changes))
 
 
 @pytest.mark.parametrize("alpha", [0.25, 1.0])
@@ -99,18 +90,18 @@ def test_the_objective_is_the_definition(tmp_path: Path, alpha: float) -> None:
 
 
 def test_a_run_comes_closer_to_its_teacher_and_resumes_bit_for_bit(tmp_path: Path) -> None:
-    evaluation = EvaluationConfig(every=4, batches=1)
-    changes = {"evaluation": evaluation, "schedule": ScheduleConfig(kind="constant")}
+    evaluation = training.EvaluationConfig(every=4, batches=1)
+    changes = {"evaluation": evaluation, "schedule": training.ScheduleConfig(kind="constant")}
     config = distilling(tmp_path, steps=12, **changes)
-    rows = read_metrics(train(config).metrics_file)
+    before = tensors_under(tmp_path / "teacher")
+    rows = training.read_metrics(training.train(config).metrics_file)
     assert rows[-1]["distillation/kl"] < 0.9 * rows[0]["distillation/kl"]
     assert rows[0]["loss"] == pytest.approx(4.0 * rows[0]["distillation/kl"], rel=1e-5)
     assert rows[-1]["validation_loss"] < rows[3]["validation_loss"]
     parts = distilling(tmp_path, "parts", steps=12, **changes)
-    train(parts.replace(steps=6))
-    train(parts)
+    training.train(parts.replace(steps=6))
+    training.train(parts)
     assert_same_bits(*(tensors_under(tmp_path / name / "final") for name in ("run", "parts")))
-    before = tensors_under(tmp_path / "teacher")
     assert_same_bits(before, tensors_under(tmp_path / "teacher"))
 
 
@@ -124,13 +115,13 @@ def test_a_teacher_with_quantized_weights(tmp_path: Path) -> None:
     losses = []
     for name in ("mxfp8", "values", "teacher"):
         config = distilling(tmp_path, f"run-{name}", {"teacher": str(tmp_path / name)}, steps=2)
-        losses.append([row["loss"] for row in read_metrics(train(config).metrics_file)])
+        losses.append([row["loss"] for row in training.read_metrics(training.train(config).metrics_file)])
     assert losses[0] == pytest.approx(losses[1], rel=1e-6) and losses[0] != losses[2]
 
 
-def refused(config: TrainConfig, match: str) -> None:
+def refused(config: training.TrainConfig, match: str) -> None:
     with pytest.raises(ConfigError, match=match):
-        train(config)
+        training.train(config)
 
 
 def test_what_a_teacher_cannot_be(tmp_path: Path) -> None:
@@ -145,12 +136,12 @@ def test_what_a_teacher_cannot_be(tmp_path: Path) -> None:
         if not folder.exists():
             GPTModel(tiny_model()).save_pretrained(folder)
         (folder / "tokenizer.json").write_text(json.dumps({"model": {"type": "BPE", "vocab": words, "merges": []}}))
-    data = DataConfig(path=str(tmp_path / "data"), sequence_length=32)
-    student = config.replace(model=ModelSource(path=str(tmp_path / "student")), data=data)
+    data = training.DataConfig(path=str(tmp_path / "data"), sequence_length=32)
+    student = config.replace(model=training.ModelSource(path=str(tmp_path / "student")), data=data)
     refused(student, "whose tokenizer has 'a' as 0, and .*student as 1; allowed: a teacher of the same tokenizer")
     with pytest.raises(
         ConfigError, match=r"posttraining\.teacher is None; allowed: a folder with posttraining\.method"
     ):
-        PosttrainingConfig(method="distill")
+        training.PosttrainingConfig(method="distill")
     with pytest.raises(ConfigError, match=r"tensor_model_parallel_size is 2; allowed: 1 with .*'distill': every rank"):
         config.replace(parallel=config.parallel.replace(tensor_model_parallel_size=2))

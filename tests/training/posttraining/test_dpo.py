@@ -94,8 +94,7 @@ def test_loss_gradients_and_metrics_are_the_definition(config: Posttraining, chu
     logits = policy(batch.input_ids[order]).logits.double()
     expected, metrics = definition(logits, reference, batch.labels[order], config)
     expected.backward()
-    assert objective.metrics == NAMES
-    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    assert objective.metrics == NAMES and loss.item() == pytest.approx(expected.item(), rel=1e-6)
     assert terms[3:].tolist() == pytest.approx([metric.item() for metric in metrics], rel=1e-5, abs=1e-6)
     for name, parameter in policy.named_parameters():
         torch.testing.assert_close(found[name], parameter.grad, rtol=1e-4, atol=1e-7, msg=name)
@@ -125,12 +124,7 @@ def dpo_run(tmp_path: Path, name: str, **changes: Any) -> TrainConfig:
         gradient_accumulation=2,
         validation_fraction=0.1,
     )
-    values = {
-        "model": ModelSource(path=str(base)),
-        "data": data,
-        "posttraining": Posttraining(method="dpo"),
-        **changes,
-    }
+    values = {"model": ModelSource(path=str(base)), "data": data, "posttraining": Posttraining(method="dpo"), **changes}
     return tiny_run(tmp_path, name, schedule=ScheduleConfig(kind="constant"), **{"steps": 4, **values})
 
 
@@ -145,8 +139,7 @@ def test_a_run_learns_the_pairs_and_resumes_bit_for_bit(tmp_path: Path, lora: Lo
     assert [[row.get(k) for k in kept] for row in rows] == [[row.get(k) for k in kept] for row in others]
     assert_same_bits(*(tensors_under(Path(run.output_dir) / "final") for run in (whole, parts)))
     first, last = rows[0], rows[-1]
-    assert last["validation_loss"] == others[-1]["validation_loss"]
-    assert first["tokens"] == 4 * 2 * 24
+    assert last["validation_loss"] == others[-1]["validation_loss"] and first["tokens"] == 4 * 2 * 24
     if not lora.dropout:
         assert first["loss"] == pytest.approx(math.log(2), abs=1e-6) and first["rewards/margins"] == 0.0
     assert last["loss"] < first["loss"] and last["rewards/margins"] > 0
@@ -168,8 +161,7 @@ def test_a_compiled_run_computes_the_same(tmp_path: Path, lora: LoRAConfig, mode
 
 
 def test_a_pair_is_a_window_of_two_rows(tmp_path: Path) -> None:
-    run = dpo_run(tmp_path, "run", steps=1)
-    train(run)
+    train(dpo_run(tmp_path, "run", steps=1))
     pairs = Pairs(TokenDataset.open(tmp_path / "data"), 24, "all", 0.0, 0)
     ids, labels, *_ = pairs.examples(0, 1)
     assert labels is not None and ids.shape == (2, 24)

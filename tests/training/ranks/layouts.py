@@ -1,7 +1,6 @@
 """What the tests of layouts share: one TOML file, the options of each layout, and runs compared with those of one rank.
 
-A step is as many micro-batches in every layout, so that all of them take the same windows.
-"""
+A step is as many micro-batches in every layout, so that all of them take the same windows."""
 
 from __future__ import annotations
 
@@ -99,11 +98,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp4 sp": {"tensor_model_parallel_size": 4, "sequence_parallel": True},
     "cp2 ep2": {"context_parallel_size": 2, "expert_model_parallel_size": 2},
     "cp2 tp2 sp": {"context_parallel_size": 2, "tensor_model_parallel_size": 2, "sequence_parallel": True},
-    "tp2 ep2 fsdp2": {
-        "tensor_model_parallel_size": 2,
-        "expert_model_parallel_size": 2,
-        "data_parallel_shard_size": 2,
-    },
+    "tp2 ep2 fsdp2": {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2, "data_parallel_shard_size": 2},
     "pp2 fsdp2": {"pipeline_model_parallel_size": 2, "data_parallel_shard_size": 2},
     "pp2 dp2": {"pipeline_model_parallel_size": 2},
     "pp2 tp2": {"pipeline_model_parallel_size": 2, "tensor_model_parallel_size": 2},

@@ -130,8 +130,7 @@ def run_of(folder: Path, **changes: object) -> tuple:  # type: ignore[type-arg]
     config = tiny_run(folder, steps=6, checkpoint=CheckpointConfig(every=1, keep_last=0), **changes)
     config = config.replace(data=config.data.replace(gradient_accumulation=1, global_batch_size=4))
     (folder / "run.toml").write_text(as_toml(config))
-    alone = config.replace(output_dir=str(folder / "alone"))
-    return config, alone
+    return config, config.replace(output_dir=str(folder / "alone"))
 
 
 @pytest.mark.slow

@@ -23,214 +23,93 @@ from tests.training.ranks.layouts import LAYOUTS, PRECISIONS, SCHEDULES, Case, R
 from tests.training.runs import assert_same_bits, curve, tensors_under, tiny_run
 
 LAST = "step-00000004/model"
+
+
+def cases(text: str) -> list[Case]:
+    """The cases that stand between semicolons: `kind, precision, layout`, with `after start` where a run goes on."""
+    said = (case.strip().partition(" after ") for case in text.split(";"))
+    return [Case(*trained.split(", "), start=start or None) for trained, _, start in said]
+
+
 MUON = [Case("moe", "muon", layout) for layout in ("tp2", "ep2", "ep2 fsdp2", "etp2")]
-LORA = [
-    Case("moe", "lora", "fsdp2"),
-    Case("moe", "lora over stored mxfp8", "fsdp2"),
-    Case("dense", "lora", "cp2"),
-    Case("moe", "lora", "tp2 sp"),
-    Case("moe", "lora", "ep2"),
-    Case("moe", "lora", "ep2 fsdp2"),
-    Case("moe", "lora", "etp2"),
-    Case("mla_moe", "lora", "tp2 etp1 ep2"),
-    Case("wide", "lora over stored mxfp8", "tp2"),
-    Case("deep", "lora over stored mxfp8", "pp2"),
-    Case("ahead", "lora", "pp2"),
-    Case("ahead", "lora", "pp2 ZBVZeroBubble"),
-    Case("moe", "dora", "tp2 sp"),
-    Case("moe", "dora", "ep2 fsdp2"),
-    Case("moe", "dora", "etp2"),
-    Case("moe", "dora over stored mxfp8", "fsdp2"),
-    Case("ahead", "dora", "pp2"),
-]
-LORA_FOUR = [
-    Case("moe", "lora over stored mxfp8", "hsdp 2x2"),
-    Case("moe", "lora", "tp2 ep2 fsdp2"),
-    Case("moe", "lora", "ep2 hsdp 2x2"),
-    Case("moe", "lora", "ep2 etp2"),
-    Case("ahead", "lora", "pp2 tp2 sp"),
-    Case("moe", "dora", "tp2 ep2 fsdp2"),
-]
+LORA = cases("""
+moe, lora, fsdp2; moe, lora over stored mxfp8, fsdp2; dense, lora, cp2; moe, lora, tp2 sp; moe, lora, ep2;
+moe, lora, ep2 fsdp2; moe, lora, etp2; mla_moe, lora, tp2 etp1 ep2; wide, lora over stored mxfp8, tp2;
+deep, lora over stored mxfp8, pp2; ahead, lora, pp2; ahead, lora, pp2 ZBVZeroBubble; moe, dora, tp2 sp;
+moe, dora, ep2 fsdp2; moe, dora, etp2; moe, dora over stored mxfp8, fsdp2; ahead, dora, pp2
+""")
+LORA_FOUR = cases("""
+moe, lora over stored mxfp8, hsdp 2x2; moe, lora, tp2 ep2 fsdp2; moe, lora, ep2 hsdp 2x2; moe, lora, ep2 etp2;
+ahead, lora, pp2 tp2 sp; moe, dora, tp2 ep2 fsdp2
+""")
 TRAINED = [
-    Case("dense", "fp32", "fsdp2"),
-    Case("dense", "delayed", "tp2"),
-    Case("moe", "fp32", "tp2"),
-    Case("moe", "fp32", "ep2 fsdp2"),
-    Case("moe", "stored mxfp8", "fsdp2"),
-    Case("moe", "fp32", "tp2 sp"),
-    Case("moe", "fp32", "cp2"),
-    Case("mla_moe", "fp32", "ep2 fsdp2"),
-    Case("tied", "fp32", "pp2"),
-    Case("tied", "fp32", "pp2 split"),
-    Case("deep", "fp32", "pp2 ZBVZeroBubble balanced"),
-    Case("deep", "delayed", "pp2"),
-    Case("deep", "fp32", "pp2 Interleaved1F1B"),
-    Case("deep", "bf16", "pp2 ZBVZeroBubble"),
-    Case("wide", "stored mxfp8", "tp2"),
-    Case("deep", "stored current", "pp2"),
-    Case("moe", "fp32", "etp2"),
-    Case("moe", "mxfp8", "etp2"),
-    Case("moe", "mxfp8", "ep2 quantized"),
-    Case("moe", "stored mxfp8", "fsdp2 offloaded"),
-    Case("ahead", "fp8 moments", "fsdp2 offloaded"),
-    Case("moe", "lora", "fsdp2 offloaded"),
-    Case("moe", "fp32", "tp2 etp1 ep2"),
-    Case("moe", "delayed", "ep2 fsdp2"),
-    Case("tied", "documents", "pp2"),
-    Case("deep", "documents", "pp2 Interleaved1F1B"),
-    Case("deep", "packed", "pp2 ZBVZeroBubble"),
-    Case("moe", "packed", "cp2"),
-    Case("deep", "cached mxfp8", "pp2"),
-    Case("uneven", "cached delayed", "pp2"),
-    Case("deep", "cached mxfp8", "pp2 ZBVZeroBubble"),
-    Case("mla_moe", "documents", "cp2"),
-    Case("ahead", "fp32", "fsdp2"),
-    Case("ahead", "delayed", "tp2"),
-    Case("ahead", "fp32", "tp2 sp"),
-    Case("ahead", "packed", "cp2"),
-    Case("ahead", "fp32", "ep2 fsdp2"),
-    Case("ahead", "fp32", "tp2 etp1 ep2"),
-    Case("ahead", "documents", "pp2"),
-    Case("ahead", "mxfp8", "pp2 Interleaved1F1B"),
-    Case("ahead", "packed", "pp2 ZBVZeroBubble"),
-    Case("tied ahead", "fp32", "fsdp2"),
-    Case("tied ahead", "fp32", "pp2"),
-    Case("tied ahead", "muon", "tp2"),
-    Case("moe", "fp8 moments", "fsdp2"),
-    Case("moe", "fp8 moments", "ep2 fsdp2"),
-    Case("deep", "fp8 moments", "pp2"),
-    Case("learned", "fp32", "pp2"),
-    Case("tied", "frozen", "pp2"),
-    Case("tied", "frozen bf16", "pp2"),
-    Case("deep", "growing", "pp2 Interleaved1F1B"),
-    Case("global_moe", "fp32", "pp2"),
-    Case("global_moe", "fp32", "pp2 ZBVZeroBubble"),
-    Case("tied", "growing", "pp2 ZBVZeroBubble"),
-    Case("tied", "bf16 moments", "pp2"),
-    Case("tied ahead", "fp8 moments", "pp2"),
-    Case("moe", "fp32", "cp2 p2p"),
-    Case("mla_moe", "fp32", "ep2 beside"),
-    Case("mla_moe", "fp32", "cp2 p2p"),
-    Case("ahead", "packed", "cp2 p2p"),
-    Case("moe", "documents", "cp2 a2a"),
-    Case("mla_moe", "mxfp8", "cp2 a2a"),
-    Case("zamba", "fp32", "fsdp2"),
-    Case("zamba", "fp32", "tp2"),
-    Case("zamba", "fp32", "pp2"),
-    Case("zamba", "packed", "pp2"),
-    Case("zamba", "bf16", "pp2 Interleaved1F1B"),
-    Case("zamba", "fp32", "cp2 p2p"),
-    Case("dense", "fp32", "dp2"),
-    Case("dense", "fp32", "zero"),
-    Case("tied", "bf16", "zero"),
-    Case("moe", "fp8 moments", "zero"),
-    Case("moe", "lora", "zero"),
+    *cases("""
+dense, fp32, fsdp2; dense, delayed, tp2; moe, fp32, tp2; moe, fp32, ep2 fsdp2; moe, stored mxfp8, fsdp2;
+moe, fp32, tp2 sp; moe, fp32, cp2; mla_moe, fp32, ep2 fsdp2; tied, fp32, pp2; tied, fp32, pp2 split;
+deep, fp32, pp2 ZBVZeroBubble balanced; deep, delayed, pp2; deep, fp32, pp2 Interleaved1F1B;
+deep, bf16, pp2 ZBVZeroBubble; wide, stored mxfp8, tp2; deep, stored current, pp2; moe, fp32, etp2; moe, mxfp8, etp2;
+moe, mxfp8, ep2 quantized; moe, stored mxfp8, fsdp2 offloaded; ahead, fp8 moments, fsdp2 offloaded;
+moe, lora, fsdp2 offloaded; moe, fp32, tp2 etp1 ep2; moe, delayed, ep2 fsdp2; tied, documents, pp2;
+deep, documents, pp2 Interleaved1F1B; deep, packed, pp2 ZBVZeroBubble; moe, packed, cp2; deep, cached mxfp8, pp2;
+uneven, cached delayed, pp2; deep, cached mxfp8, pp2 ZBVZeroBubble; mla_moe, documents, cp2; ahead, fp32, fsdp2;
+ahead, delayed, tp2; ahead, fp32, tp2 sp; ahead, packed, cp2; ahead, fp32, ep2 fsdp2; ahead, fp32, tp2 etp1 ep2;
+ahead, documents, pp2; ahead, mxfp8, pp2 Interleaved1F1B; ahead, packed, pp2 ZBVZeroBubble; tied ahead, fp32, fsdp2;
+tied ahead, fp32, pp2; tied ahead, muon, tp2; moe, fp8 moments, fsdp2; moe, fp8 moments, ep2 fsdp2;
+deep, fp8 moments, pp2; learned, fp32, pp2; tied, frozen, pp2; tied, frozen bf16, pp2;
+deep, growing, pp2 Interleaved1F1B; global_moe, fp32, pp2; global_moe, fp32, pp2 ZBVZeroBubble;
+tied, growing, pp2 ZBVZeroBubble; tied, bf16 moments, pp2; tied ahead, fp8 moments, pp2; moe, fp32, cp2 p2p;
+mla_moe, fp32, ep2 beside; mla_moe, fp32, cp2 p2p; ahead, packed, cp2 p2p; moe, documents, cp2 a2a;
+mla_moe, mxfp8, cp2 a2a; zamba, fp32, fsdp2; zamba, fp32, tp2; zamba, fp32, pp2; zamba, packed, pp2;
+zamba, bf16, pp2 Interleaved1F1B; zamba, fp32, cp2 p2p; dense, fp32, dp2; dense, fp32, zero; tied, bf16, zero;
+moe, fp8 moments, zero; moe, lora, zero
+"""),
     *MUON,
     *LORA,
 ]
-CONTINUED = [
-    Case("dense", "fp32", "fsdp2", start="fsdp2"),
-    Case("dense", "fp32", "tp2", start="fsdp2"),
-    Case("dense", "fp32", "fsdp2 offloaded", start="fsdp2"),
-    Case("dense", "fp32", "fsdp2", start="one"),
-    Case("dense", "fp32", "fsdp2", start="zero"),
-    Case("dense", "fp32", "zero", start="one"),
-    Case("dense", "fp32", "zero", start="zero"),
-    Case("moe", "fp8 moments", "zero", start="fsdp2"),
-    Case("moe", "fp32", "ep2 fsdp2", start="tp2"),
-    Case("moe", "fp32", "tp2", start="ep2 fsdp2"),
-    Case("moe", "fp32", "ep2", start="ep2 fsdp2"),
-    Case("moe", "stored mxfp8", "fsdp2", start="fsdp2"),
-    Case("moe", "fp32", "tp2 sp", start="cp2"),
-    Case("moe", "fp32", "cp2", start="tp2 sp"),
-    Case("zamba", "fp32", "pp2", start="tp2"),
-    Case("zamba", "fp32", "fsdp2", start="pp2"),
-    Case("moe", "fp32", "cp2 p2p", start="cp2 p2p"),
-    Case("tied", "fp32", "pp2", start="pp2"),
-    Case("tied", "fp32", "pp2", start="one"),
-    Case("deep", "fp32", "fsdp2", start="pp2 Interleaved1F1B"),
-    Case("moe", "muon", "tp2", start="ep2 fsdp2"),
-    Case("moe", "fp32", "etp2", start="etp2"),
-    Case("moe", "fp32", "etp2", start="ep2 fsdp2"),
-    Case("moe", "fp32", "tp2 etp1 ep2", start="etp2"),
-    Case("moe", "fp32", "ep2", start="tp2 etp1 ep2"),
-    Case("moe", "delayed", "ep2", start="one"),
-    Case("moe", "delayed", "tp2 etp1 ep2", start="ep2 fsdp2"),
-    Case("moe", "lora", "fsdp2", start="fsdp2"),
-    Case("moe", "lora", "fsdp2", start="one"),
-    Case("moe", "lora", "tp2 sp", start="ep2"),
-    Case("moe", "lora", "ep2", start="one"),
-    Case("moe", "lora", "etp2", start="tp2 sp"),
-    Case("moe", "lora", "ep2 fsdp2", start="ep2 fsdp2"),
-    Case("moe", "dora", "etp2", start="tp2 sp"),
-    Case("moe", "dora", "ep2 fsdp2", start="one"),
-    Case("ahead", "lora", "pp2", start="one"),
-    Case("ahead", "lora", "pp2", start="pp2"),
-    Case("ahead", "fp32", "fsdp2", start="tp2 sp"),
-    Case("ahead", "fp32", "tp2 sp", start="fsdp2"),
-    Case("moe", "fp8 moments", "fsdp2", start="fsdp2"),
-    Case("moe", "fp8 moments", "tp2", start="fsdp2"),
-    Case("moe", "fp8 moments", "etp2", start="one"),
-    Case("tied", "bf16 moments", "pp2", start="pp2"),
-    Case("tied ahead", "fp8 moments", "pp2", start="pp2"),
-]
-SCHEDULED = [
-    Case("deep", "nvfp4", "pp2 ZBVZeroBubble", start="pp2"),
-    Case("deep_mla", "nvfp4", "pp2", start="pp2 Interleaved1F1B"),
-]
+CONTINUED = cases("""
+dense, fp32, fsdp2 after fsdp2; dense, fp32, tp2 after fsdp2; dense, fp32, fsdp2 offloaded after fsdp2;
+dense, fp32, fsdp2 after one; dense, fp32, fsdp2 after zero; dense, fp32, zero after one; dense, fp32, zero after zero;
+moe, fp8 moments, zero after fsdp2; moe, fp32, ep2 fsdp2 after tp2; moe, fp32, tp2 after ep2 fsdp2;
+moe, fp32, ep2 after ep2 fsdp2; moe, stored mxfp8, fsdp2 after fsdp2; moe, fp32, tp2 sp after cp2;
+moe, fp32, cp2 after tp2 sp; zamba, fp32, pp2 after tp2; zamba, fp32, fsdp2 after pp2;
+moe, fp32, cp2 p2p after cp2 p2p; tied, fp32, pp2 after pp2; tied, fp32, pp2 after one;
+deep, fp32, fsdp2 after pp2 Interleaved1F1B; moe, muon, tp2 after ep2 fsdp2; moe, fp32, etp2 after etp2;
+moe, fp32, etp2 after ep2 fsdp2; moe, fp32, tp2 etp1 ep2 after etp2; moe, fp32, ep2 after tp2 etp1 ep2;
+moe, delayed, ep2 after one; moe, delayed, tp2 etp1 ep2 after ep2 fsdp2; moe, lora, fsdp2 after fsdp2;
+moe, lora, fsdp2 after one; moe, lora, tp2 sp after ep2; moe, lora, ep2 after one; moe, lora, etp2 after tp2 sp;
+moe, lora, ep2 fsdp2 after ep2 fsdp2; moe, dora, etp2 after tp2 sp; moe, dora, ep2 fsdp2 after one;
+ahead, lora, pp2 after one; ahead, lora, pp2 after pp2; ahead, fp32, fsdp2 after tp2 sp;
+ahead, fp32, tp2 sp after fsdp2; moe, fp8 moments, fsdp2 after fsdp2; moe, fp8 moments, tp2 after fsdp2;
+moe, fp8 moments, etp2 after one; tied, bf16 moments, pp2 after pp2; tied ahead, fp8 moments, pp2 after pp2
+""")
+SCHEDULED = cases("""
+deep, nvfp4, pp2 ZBVZeroBubble after pp2; deep_mla, nvfp4, pp2 after pp2 Interleaved1F1B
+""")
 """Another schedule than the one that they start from."""
 BEGUN = [before for case in SCHEDULED for before in case.before()]
 FOUR = [
-    Case("moe", "fp32", "tp2 ep2 fsdp2"),
-    Case("moe", "mxfp8", "ep2 hsdp 2x2"),
-    Case("dense", "fp32", "cp2 fsdp2"),
-    Case("seq_moe", "fp32", "cp2 tp2 sp"),
-    Case("deep", "fp32", "pp2 fsdp2"),
-    Case("moe", "stored mxfp8", "fsdp4"),
-    Case("dense", "fp32", "fsdp4 kept over 2"),
-    Case("moe", "fp32", "ep2 etp2"),
-    Case("moe", "fp32", "tp2 sp etp1 ep2 fsdp2"),
-    Case("moe", "fp32", "tp4"),
-    Case("moe", "mxfp8", "tp4 sp"),
-    Case("dense", "muon", "tp4 sp"),
-    Case("moe", "packed", "cp4 p2p"),
-    Case("dense", "fp32", "cp4 a2a"),
-    Case("dense", "fp32", "cp2 p2p fsdp2"),
-    Case("zamba", "fp32", "tp4"),
-    Case("zamba", "fp32", "pp2 fsdp2"),
-    Case("zamba", "fp32", "pp2 cp2 a2a"),
+    *cases("""
+moe, fp32, tp2 ep2 fsdp2; moe, mxfp8, ep2 hsdp 2x2; dense, fp32, cp2 fsdp2; seq_moe, fp32, cp2 tp2 sp;
+deep, fp32, pp2 fsdp2; moe, stored mxfp8, fsdp4; dense, fp32, fsdp4 kept over 2; moe, fp32, ep2 etp2;
+moe, fp32, tp2 sp etp1 ep2 fsdp2; moe, fp32, tp4; moe, mxfp8, tp4 sp; dense, muon, tp4 sp; moe, packed, cp4 p2p;
+dense, fp32, cp4 a2a; dense, fp32, cp2 p2p fsdp2; zamba, fp32, tp4; zamba, fp32, pp2 fsdp2; zamba, fp32, pp2 cp2 a2a
+"""),
     *LORA_FOUR,
-    Case("tied", "fp32", "pp2 cp2"),
-    Case("deep", "mxfp8", "pp2 cp2 Interleaved1F1B"),
-    Case("deep", "fp32", "pp2 tp2 sp"),
-    Case("tied", "fp32", "pp2 tp2 sp ZBVZeroBubble"),
-    Case("deep", "packed", "pp2 cp2"),
-    Case("deep", "fp32", "pp2 ZBVZeroBubble zero"),
-    Case("deep", "mxfp8", "pp2 ep2 ZBVZeroBubble zero"),
-    Case("mla_moe", "fp32", "pp2 ep2"),
-    Case("ahead", "packed", "pp2 cp2"),
-    Case("ahead", "fp32", "pp2 tp2 sp"),
-    Case("ahead", "fp32", "pp2 fsdp2"),
+    *cases("""
+tied, fp32, pp2 cp2; deep, mxfp8, pp2 cp2 Interleaved1F1B; deep, fp32, pp2 tp2 sp;
+tied, fp32, pp2 tp2 sp ZBVZeroBubble; deep, packed, pp2 cp2; deep, fp32, pp2 ZBVZeroBubble zero;
+deep, mxfp8, pp2 ep2 ZBVZeroBubble zero; mla_moe, fp32, pp2 ep2; ahead, packed, pp2 cp2; ahead, fp32, pp2 tp2 sp;
+ahead, fp32, pp2 fsdp2
+"""),
 ]
-BACK = [
-    Case("moe", "fp32", "one", start="tp2 ep2 fsdp2"),
-    Case("moe", "stored mxfp8", "one", start="fsdp4"),
-    Case("tied", "fp32", "one", start="pp2"),
-    Case("moe", "fp32", "one", start="etp2"),
-    Case("moe", "fp32", "one", start="ep2 etp2"),
-    Case("moe", "delayed", "one", start="ep2 fsdp2"),
-    Case("moe", "lora over stored mxfp8", "one", start="hsdp 2x2"),
-    Case("moe", "lora", "one", start="ep2"),
-    Case("ahead", "lora", "one", start="pp2 tp2 sp"),
-    Case("ahead", "fp32", "one", start="pp2 fsdp2"),
-    Case("ahead", "packed", "one", start="pp2 ZBVZeroBubble"),
-    Case("deep", "fp8 moments", "one", start="pp2"),
-    Case("moe", "fp32", "one", start="tp4"),
-    Case("dense", "muon", "one", start="tp4 sp"),
-    Case("zamba", "fp32", "one", start="pp2 fsdp2"),
-    Case("zamba", "fp32", "one", start="tp4"),
-    Case("deep", "fp32", "one", start="pp2 ZBVZeroBubble zero"),
-]
+BACK = cases("""
+moe, fp32, one after tp2 ep2 fsdp2; moe, stored mxfp8, one after fsdp4; tied, fp32, one after pp2;
+moe, fp32, one after etp2; moe, fp32, one after ep2 etp2; moe, delayed, one after ep2 fsdp2;
+moe, lora over stored mxfp8, one after hsdp 2x2; moe, lora, one after ep2; ahead, lora, one after pp2 tp2 sp;
+ahead, fp32, one after pp2 fsdp2; ahead, packed, one after pp2 ZBVZeroBubble; deep, fp8 moments, one after pp2;
+moe, fp32, one after tp4; dense, muon, one after tp4 sp; zamba, fp32, one after pp2 fsdp2; zamba, fp32, one after tp4;
+deep, fp32, one after pp2 ZBVZeroBubble zero
+""")
 
 
 def possible(case: Case) -> bool:
@@ -447,8 +326,7 @@ def test_every_kind_of_checkpoint_is_exported_alone(case: Case, tmp_path: Path) 
 @pytest.mark.slow
 def test_ranks_resume_from_a_finished_run(tmp_path: Path) -> None:
     """Elsewhere: there is no step to add, and the result is that of the run."""
-    parallel = ParallelConfig(data_parallel_shard_size=2)
-    whole = tiny_run(tmp_path, "whole", steps=2, parallel=parallel)
+    whole = tiny_run(tmp_path, "whole", steps=2, parallel=ParallelConfig(data_parallel_shard_size=2))
     train_on_ranks(whole, tmp_path, timeout=200)
     last = tmp_path / "whole" / "checkpoints" / "step-00000002"
     again = whole.replace(output_dir=str(tmp_path / "again"), resume_from=str(last))
@@ -471,8 +349,7 @@ def test_the_ranks_of_a_stage_balance_its_experts_together(tmp_path: Path) -> No
 @pytest.mark.slow
 def test_compiled_stages_train_as_eager_ones(tmp_path: Path) -> None:
     """Layer by layer: one graph for all layers of a stage that are alike."""
-    parallel = ParallelConfig(pipeline_model_parallel_size=2)
-    eager = tiny_run(tmp_path, "eager", steps=2, parallel=parallel)
+    eager = tiny_run(tmp_path, "eager", steps=2, parallel=ParallelConfig(pipeline_model_parallel_size=2))
     compiled = eager.replace(output_dir=str(tmp_path / "compiled"), compile=True, compile_mode="block")
     for config in (eager, compiled):
         train_on_ranks(config, tmp_path, timeout=400)

@@ -17,10 +17,7 @@ from tests.training.runs import tiny_model, tiny_run
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch is built without distributed")
 PRECISION = PrecisionConfig(dtype="bf16", recipe="mxfp8", quantized_weights=True)
-LAYOUTS = {
-    "fsdp2": ParallelConfig(data_parallel_shard_size=2),
-    "pp2": ParallelConfig(pipeline_model_parallel_size=2),
-}
+LAYOUTS = {"fsdp2": ParallelConfig(data_parallel_shard_size=2), "pp2": ParallelConfig(pipeline_model_parallel_size=2)}
 
 
 @pytest.fixture(scope="module")

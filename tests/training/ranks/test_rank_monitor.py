@@ -143,8 +143,7 @@ def test_a_process_that_cannot_leave_is_ended(
     monkeypatch.setattr(rank_monitor.os, "_exit", end)
     first.close(ValueError("out of memory"))
     second._watcher.join(20)
-    assert codes == [3]
-    assert "te-models: rank 1 ends: rank 0 failed: out of memory" in capfd.readouterr().err
+    assert codes == [3] and "te-models: rank 1 ends: rank 0 failed: out of memory" in capfd.readouterr().err
 
 
 KILLED = """

@@ -122,8 +122,7 @@ def test_sharded_parameters_reduced_once_equal_whole_ones(tmp_path: Path) -> Non
     once, _ = trained(tmp_path, "sharded", clip_grad_norm=None, data_parallel_shard_size=2, reduce_gradients="step")
     if dist.get_rank() == 0:
         assert [row[1] for row in curve(once)] == [row[1] for row in curve(one)]
-        finals = (tensors_under(Path(run.output_dir) / "final") for run in (once, one))
-        assert_same_bits(*finals)
+        assert_same_bits(*(tensors_under(Path(run.output_dir) / "final") for run in (once, one)))
 
 
 @on_ranks(2)
@@ -152,8 +151,7 @@ def test_ranks_that_share_an_update_receive_their_own_sums(
     assert own.calls["all_reduce"] == 0 and early.inside > early.calls["reduce_scatter"] // 2 > 0
     assert 0.5 <= own.received["reduce_scatter"] / all_.received["all_reduce"] < 0.51
     if dist.get_rank() == 0:
-        finals = (tensors_under(Path(run.output_dir) / "final") for run in (shared, whole))
-        assert_same_bits(*finals)
+        assert_same_bits(*(tensors_under(Path(run.output_dir) / "final") for run in (shared, whole)))
         for row, right in zip(curve(both), curve(clipped), strict=True):
             assert row[1] == pytest.approx(right[1], rel=2e-7 if dtype == "fp32" else 1e-4)
             assert row[4] == pytest.approx(right[4], rel=4e-7 if dtype == "fp32" else 1e-4)
@@ -164,11 +162,7 @@ def test_ranks_that_share_an_update_receive_their_own_sums(
     [
         ({"reduce_gradients": "micro_batch"}, "'step' with data_parallel_shard_size = 1"),
         (
-            {
-                "reduce_gradients": "micro_batch",
-                "data_parallel_shard_size": 2,
-                "pipeline_model_parallel_size": 2,
-            },
+            {"reduce_gradients": "micro_batch", "data_parallel_shard_size": 2, "pipeline_model_parallel_size": 2},
             "'step' with pipeline stages",
         ),
         (

@@ -32,5 +32,4 @@ def test_the_extremes_of_two_ranks(tmp_path: Path) -> None:
     train_on_ranks(config, tmp_path, before=UNEVEN, after="print(len(kept or ''))")
     for row in read_metrics(Path(config.output_dir) / "metrics.jsonl"):
         assert row["data_s"] == row["step_s_min"] == pytest.approx(0.4), "two micro-batches"
-        assert row["step_s_max"] == pytest.approx(0.9)
-        assert row["peak_memory"] > 500 << 20
+        assert row["step_s_max"] == pytest.approx(0.9) and row["peak_memory"] > 500 << 20

@@ -113,8 +113,7 @@ def test_rounded_inputs_change_the_pass_as_the_recipe_does(qat: str, tmp_path: P
     ],
 )
 def test_ranks_round_what_one_rank_rounds(layout: dict[str, int], moe: bool, tmp_path: Path) -> None:
-    source = ModelSource(config=tiny_model(moe=moe))
-    one = qat_run(tmp_path, "current", "one", model=source)
+    one = qat_run(tmp_path, "current", "one", model=ModelSource(config=tiny_model(moe=moe)))
     one = one.replace(precision=one.precision.replace(dtype="fp32"))
     train(one)
     two = one.replace(output_dir=str(tmp_path / "two"), parallel=one.parallel.replace(**layout))

@@ -96,8 +96,7 @@ def test_a_step_computes_what_a_run_under_its_recipe_alone_computes(tmp_path: Pa
         run = scheduled(tmp_path, f"run{len(phases)}", steps=4, precision=precision)
         train(run)
         losses.append([row["loss"] for row in rows_of(run)])
-    assert losses[0][:2] == losses[1][:2]
-    assert losses[0][2:] != losses[1][2:]
+    assert losses[0][:2] == losses[1][:2] and losses[0][2:] != losses[1][2:]
 
 
 def test_the_switch_is_shown(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -118,8 +117,7 @@ def test_ranks_switch_together(layout: str, tmp_path: Path) -> None:
     """Two stages, or two shards, follow the curve of one rank."""
     phases = (RecipePhase(from_step=2, recipe="mxfp8"), RecipePhase(from_step=3, recipe="none", passes="forward"))
     precision = PrecisionConfig(dtype="fp32", schedule=phases)
-    source = ModelSource(config=tiny_model())
-    one = scheduled(tmp_path, "one", steps=4, precision=precision, model=source)
+    one = scheduled(tmp_path, "one", steps=4, precision=precision, model=ModelSource(config=tiny_model()))
     train(one)
     two = one.replace(output_dir=str(tmp_path / "two"), parallel=one.parallel.replace(**{layout: 2}))
     if layout == "data_parallel_shard_size":
@@ -181,10 +179,7 @@ recipe = "nvfp4"
         ("from_stp = 9", "table 1 has no key 'from_stp'"),
         ('from_step = 9\nrecipe = "delayed"\npasses = "forward"', "table 1 recipe is 'delayed'; allowed: a recipe"),
         ('from_step = 9\noverrides = ["*=bf16"]', "table 1 overrides is ('*=bf16',); allowed: empty without"),
-        (
-            "from_step = 901\n[[precision.schedule]]\nfrom_share = 0.9",
-            "'from_share = 0.9 in table 2'; allowed",
-        ),
+        ("from_step = 901\n[[precision.schedule]]\nfrom_share = 0.9", "'from_share = 0.9 in table 2'; allowed"),
         ("from_step = 1001", "'from_step = 1001 in table 1'; allowed: a phase within steps = 1000"),
     ],
 )
@@ -193,8 +188,7 @@ def test_what_cannot_be_meant_is_refused_by_name(
 ) -> None:
     file = tmp_path / "run.toml"
     file.write_text(f"{TOML}[[precision.schedule]]\n{text}\n")
-    assert main(["train", str(file), "--dry-run"]) == 2
-    assert sentence in capsys.readouterr().err
+    assert main(["train", str(file), "--dry-run"]) == 2 and sentence in capsys.readouterr().err
 
 
 def test_an_option_takes_tables_as_toml_writes_them(tmp_path: Path) -> None:

@@ -1,8 +1,7 @@
 """Compile a Triton kernel for compute capability 9.0 without such a GPU: types, shared memory and instructions.
 
 Triton's interpreter does not type-check a kernel, nor say whether it fits. Compiling needs the real decorator, so it
-happens in a child process without TRITON_INTERPRET: `in_child`.
-"""
+happens in a child process without TRITON_INTERPRET: `in_child`."""
 
 from __future__ import annotations
 
@@ -61,8 +60,7 @@ def summary(compiled: Any) -> dict[str, int]:
 
     shared: bytes; wgmma, copies: instructions; wide: loads and stores of 16 bytes that are not copies; in_flight:
     products that the loop leaves running; stack: bytes per thread that did not fit the registers; fused:
-    multiplications that are not rounded before an addition; bytes: stores of one byte.
-    """
+    multiplications that are not rounded before an addition; bytes: stores of one byte."""
     ptx = compiled.asm["ptx"]
     return {
         "shared": compiled.metadata.shared,
@@ -80,8 +78,7 @@ def resources(compiled: Any) -> dict[str, Any]:
     """Return what a kernel's binary takes of the hardware.
 
     registers: of a thread; spilled: bytes of a thread that did not fit them; shared: bytes of a program; loads, stores:
-    {bytes: instructions} of global memory. copies: asynchronous ones, to shared memory.
-    """
+    {bytes: instructions} of global memory. copies: asynchronous ones, to shared memory."""
     ptx, usage = compiled.asm["ptx"], _usage(compiled.asm["cubin"])
     copies = len(re.findall(r"cp\.async\.c\w+", ptx))
     return {

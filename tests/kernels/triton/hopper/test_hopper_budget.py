@@ -1,7 +1,6 @@
 """What the kernels take of a GPU stays within budget.json: registers, spills, shared memory, wide stores.
 
-`python -m tests.kernels.triton.hopper.test_hopper_budget --write` rewrites the budget.
-"""
+`python -m tests.kernels.triton.hopper.test_hopper_budget --write` rewrites the budget."""
 
 from __future__ import annotations
 

@@ -210,16 +210,14 @@ def test_statistics_are_summed_in_one_order_whatever_the_result_is(compiled, kin
         for name, found in compiled.items()
         if name.startswith(f"{kind}, ") and (name.endswith("norm_fwd_kernel") or ", rows:" in name)
     }
-    assert len(others) == 6
-    assert others == dict.fromkeys(others, order)
+    assert len(others) == 6 and others == dict.fromkeys(others, order)
 
 
 def test_no_compiler_chooses_what_is_rounded(compiled) -> None:
     """A product that is added may be rounded first or not, and one kernel's choice is not the other's: a LayerNorm of
     5120 float32 columns was quantized from other last bits than those of its plain result."""
     forward = {name: found["fused"] for name, found in compiled.items() if re.search(r"norm_(fwd|quantize)_", name)}
-    assert len(forward) >= 20
-    assert forward == dict.fromkeys(forward, 0)
+    assert len(forward) >= 20 and forward == dict.fromkeys(forward, 0)
 
 
 if __name__ == "__main__":

@@ -93,8 +93,7 @@ def test_launches_are_well_typed(most: str | None, launches: int) -> None:
     if reason is not None:
         pytest.skip(reason)
     found = in_child("tests.kernels.triton.hopper.test_hopper_types", *([] if most is None else [most]))
-    assert found["failed"] == {}
-    assert found["launches"] > launches
+    assert found["failed"] == {} and found["launches"] > launches
     assert found["kernels"] > 30
 
 

@@ -174,8 +174,7 @@ def test_packed_sequences_are_those_of_each_sequence(compiled: bool) -> None:
 
 def test_split_parameters_of_queries_keys_and_values_are_loaded() -> None:
     """As Transformer Engine saves them without fuse_qkv_params."""
-    block = layer(layer_type="decoder")
-    state = block.state_dict()
+    state = layer(layer_type="decoder").state_dict()
     split = dict(state)
     for name, parts in {
         "self_attention.layernorm_qkv": ("query", "key", "value"),

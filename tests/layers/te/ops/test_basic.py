@@ -249,14 +249,12 @@ def test_bias_adds_and_sums_its_gradient_in_float32() -> None:
         operation.bias.normal_()
     x = torch.randn(1000, 16, dtype=torch.bfloat16)
     y, dx, db = step(operation, None, [x])
-    assert torch.equal(y, x + operation.bias)
-    assert torch.equal(db, dx.float().sum(0).to(torch.bfloat16))
+    assert torch.equal(y, x + operation.bias) and torch.equal(db, dx.float().sum(0).to(torch.bfloat16))
 
 
 def test_dropout_drops_its_share_and_keeps_the_mean() -> None:
     torch.manual_seed(0)
-    operation = ops.Dropout(0.25)
-    y, dx = step(operation, None, [torch.ones(100, 100)])
+    y, dx = step(ops.Dropout(0.25), None, [torch.ones(100, 100)])
     dy = torch.linspace(-1, 1, 10000).view(100, 100)
     assert abs((y == 0).float().mean().item() - 0.25) < 0.02
     torch.testing.assert_close(y[y != 0], torch.full_like(y[y != 0], 4 / 3))

@@ -42,8 +42,7 @@ def test_fusion_is_found_and_changes_no_number(name: str, recipe_name: str | Non
     monkeypatch.setattr("te_models.layers.te.ops.fused.FUSIONS", [])
     apart = ops.Sequential(*modules)
     assert fused(apart.groups()[0]) == []
-    x = torch.randn(24, 32)
-    inputs = [x, *(torch.randn(24, 16) for _ in range(extra_inputs))]
+    inputs = [torch.randn(24, 32), *(torch.randn(24, 16) for _ in range(extra_inputs))]
     a, b = step(apart, recipe_name, inputs), step(model, recipe_name, inputs)
     assert len(a) == len(b)
     for p, q in zip(a, b, strict=True):

@@ -7,17 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
+import te_models.layers as te
 from te_models.kernels.quantize import QuantizedOutput
-from te_models.layers import (
-    Float8BlockScaling,
-    MXFP8BlockScaling,
-    QuantizedTensor,
-    Recipe,
-    autocast,
-    collect_statistics,
-    ops,
-    recipe,
-)
 from te_models.layers.quantizer.delayed import DelayedScalingQuantizer
 from te_models.layers.te.ops.call import Computed, OperationCall
 from tests.layers.te.ops.steps import NAMES, assert_equal, fresh, step
@@ -26,21 +17,21 @@ FUSED = {"delayed", "block", "mxfp8"}
 """Recipes whose activations an operation can quantize while it makes them."""
 
 
-KINDS: dict[str, Callable[[], list[ops.FusibleOperation]]] = {
-    "rms_norm": lambda: [ops.RMSNorm(96)],
-    "layer_norm": lambda: [ops.LayerNorm(96)],
-    "gelu": lambda: [ops.GELU()],
-    "linear_gelu": lambda: [ops.Linear(96, 96), ops.GELU()],
-    "swiglu": lambda: [ops.SwiGLU()],
-    "clamped_swiglu": lambda: [ops.ClampedSwiGLU()],
-    "linear_geglu": lambda: [ops.Linear(96, 192), ops.GEGLU()],
-    "scaled_swiglu": lambda: [ops.ScaledSwiGLU()],
+KINDS: dict[str, Callable[[], list[te.ops.FusibleOperation]]] = {
+    "rms_norm": lambda: [te.ops.RMSNorm(96)],
+    "layer_norm": lambda: [te.ops.LayerNorm(96)],
+    "gelu": lambda: [te.ops.GELU()],
+    "linear_gelu": lambda: [te.ops.Linear(96, 96), te.ops.GELU()],
+    "swiglu": lambda: [te.ops.SwiGLU()],
+    "clamped_swiglu": lambda: [te.ops.ClampedSwiGLU()],
+    "linear_geglu": lambda: [te.ops.Linear(96, 192), te.ops.GEGLU()],
+    "scaled_swiglu": lambda: [te.ops.ScaledSwiGLU()],
 }
 
 
-def model_of(kind: str) -> ops.Sequential:
+def model_of(kind: str) -> te.ops.Sequential:
     torch.manual_seed(0)
-    return ops.Sequential(*KINDS[kind](), ops.Linear(96, 64))
+    return te.ops.Sequential(*KINDS[kind](), te.ops.Linear(96, 64))
 
 
 def inputs_of(kind: str) -> list[torch.Tensor]:
@@ -69,7 +60,7 @@ def test_a_handover_changes_no_bit(kind: str, name: str | None, handovers: list,
     model, inputs = model_of(kind), inputs_of(kind)
     got = step(model, name, inputs)
     assert len(handovers) == (1 if name in FUSED else 0)
-    monkeypatch.setattr(ops.BasicLinear, "input_quantizer", lambda self, call: None)
+    monkeypatch.setattr(te.ops.BasicLinear, "input_quantizer", lambda self, call: None)
     assert_equal(step(model, name, inputs), got)
     assert len(handovers) == (1 if name in FUSED else 0)
 
@@ -78,21 +69,21 @@ def test_a_handover_changes_no_bit(kind: str, name: str | None, handovers: list,
 def test_experts_get_plain_rows(name: str | None, handovers: list, monkeypatch) -> None:
     """A grouped GEMM's rows are quantized group by group, in padded rows of their own: see `handover`."""
     took: list[type] = []
-    compute = ops.GroupedLinear.op_forward_compute
+    compute = te.ops.GroupedLinear.op_forward_compute
 
-    def spy(self: ops.GroupedLinear, x: torch.Tensor, call: OperationCall) -> Computed:
+    def spy(self: te.ops.GroupedLinear, x: torch.Tensor, call: OperationCall) -> Computed:
         took.append(type(x))
         return compute(self, x, call)
 
-    monkeypatch.setattr(ops.GroupedLinear, "op_forward_compute", spy)
-    model = ops.Sequential(ops.ScaledSwiGLU(), ops.GroupedLinear(3, 96, 64, bias=False))
+    monkeypatch.setattr(te.ops.GroupedLinear, "op_forward_compute", spy)
+    model = te.ops.Sequential(te.ops.ScaledSwiGLU(), te.ops.GroupedLinear(3, 96, 64, bias=False))
     step(model, name, [torch.randn(33, 192), torch.rand(33), torch.tensor([20, 0, 13])])
     assert took == [torch.Tensor] and not handovers
 
 
 def test_what_a_quantizer_can_have_made_for_it() -> None:
     """One scale of the whole result, or its second level, is known only when the last element is."""
-    made = {name: recipe(name).quantizers("Linear", "").input.output() is not None for name in NAMES[1:]}
+    made = {name: te.recipe(name).quantizers("Linear", "").input.output() is not None for name in NAMES[1:]}
     assert made == {"delayed": False, "current": False, "block": True, "mxfp8": True, "nvfp4": False}
     live = DelayedScalingQuantizer().with_state(torch.ones(()), None)
     assert live.output() == QuantizedOutput(columnwise=False)  # its scale is known before
@@ -101,7 +92,7 @@ def test_what_a_quantizer_can_have_made_for_it() -> None:
 @pytest.mark.parametrize("name", sorted(FUSED))
 def test_only_the_copies_that_are_used_are_made(name: str, handovers: list) -> None:
     model, x = model_of("rms_norm"), torch.randn(8, 96)
-    with autocast(recipe=recipe(name)):
+    with te.autocast(recipe=te.recipe(name)):
         model(x)
         with torch.no_grad():
             model(x)
@@ -112,42 +103,41 @@ def test_only_the_copies_that_are_used_are_made(name: str, handovers: list) -> N
 @pytest.mark.parametrize(
     "chosen, expected",
     [
-        (MXFP8BlockScaling(backward_override="high_precision"), 0),
-        (MXFP8BlockScaling(backward_override="dequantized"), 1),
-        (Float8BlockScaling(use_f32_scales=True), 1),
+        (te.MXFP8BlockScaling(backward_override="high_precision"), 0),
+        (te.MXFP8BlockScaling(backward_override="dequantized"), 1),
+        (te.Float8BlockScaling(use_f32_scales=True), 1),
     ],
 )
-def test_backward_overrides_decide(chosen: Recipe, expected: int, handovers: list, monkeypatch) -> None:
+def test_backward_overrides_decide(chosen: te.Recipe, expected: int, handovers: list, monkeypatch) -> None:
     model, x = model_of("rms_norm"), torch.randn(40, 96)
     results = []
     for _ in range(2):
         model.zero_grad()
         leaf = x.clone().requires_grad_()
-        with autocast(recipe=chosen):
+        with te.autocast(recipe=chosen):
             y = model(leaf)
         y.sum().backward()
         results.append([y.detach(), leaf.grad, *(p.grad for p in model.parameters())])
-        monkeypatch.setattr(ops.BasicLinear, "input_quantizer", lambda self, call: None)
+        monkeypatch.setattr(te.ops.BasicLinear, "input_quantizer", lambda self, call: None)
     assert len(handovers) == expected
     assert_equal(results[1], results[0])
 
 
 def test_statistics_see_the_values_before_quantization(handovers: list) -> None:
     model, x = model_of("rms_norm"), torch.randn(8, 96)
-    with collect_statistics(), autocast(recipe=recipe("mxfp8")):
+    with te.collect_statistics(), te.autocast(recipe=te.recipe("mxfp8")):
         model(x)
     assert not handovers
-    amax = ops.Sequential(model[0])(x).abs().max()
+    amax = te.ops.Sequential(model[0])(x).abs().max()
     torch.testing.assert_close(model[1].linear.fp8_statistics[0, 0, 0], amax.detach())
 
 
 def test_torch_autocast_rounds_before_quantization(handovers: list) -> None:
     """The norm's float32 result is rounded to bfloat16 before it is quantized, which no kernel does."""
     model, x = model_of("layer_norm"), torch.randn(8, 96)
-    with torch.amp.autocast("cpu", dtype=torch.bfloat16), autocast(recipe=recipe("mxfp8")):
+    with torch.amp.autocast("cpu", dtype=torch.bfloat16), te.autocast(recipe=te.recipe("mxfp8")):
         y = model(x)
-    assert not handovers
-    assert y.dtype == torch.bfloat16
+    assert not handovers and y.dtype == torch.bfloat16
     y.float().sum().backward()
     assert model[1].linear.weight.grad.dtype == torch.float32
 
@@ -155,12 +145,15 @@ def test_torch_autocast_rounds_before_quantization(handovers: list) -> None:
 @pytest.mark.parametrize("name", NAMES[1:])
 def test_quantized_inputs_and_outputs(name: str) -> None:
     torch.manual_seed(0)
-    front, back = ops.Sequential(ops.SiLU(), ops.Quantize()), ops.Sequential(ops.Identity(), ops.Linear(96, 48))
-    whole = ops.Sequential(ops.SiLU(), ops.Linear(96, 48))
+    front, back = (
+        te.ops.Sequential(te.ops.SiLU(), te.ops.Quantize()),
+        te.ops.Sequential(te.ops.Identity(), te.ops.Linear(96, 48)),
+    )
+    whole = te.ops.Sequential(te.ops.SiLU(), te.ops.Linear(96, 48))
     whole[1].load_state_dict(back[1].state_dict())
     x = torch.randn(40, 96)
-    with autocast(recipe=fresh(name)):
-        assert isinstance(front(x), QuantizedTensor)
+    with te.autocast(recipe=fresh(name)):
+        assert isinstance(front(x), te.QuantizedTensor)
     parameters = [back[1].linear.weight, back[1].bias]
     both = torch.nn.ModuleList([front, back])
     got = step(both, name, [x], run=lambda x: back(front(x)), parameters=parameters)
@@ -169,19 +162,19 @@ def test_quantized_inputs_and_outputs(name: str) -> None:
 
 def test_quantize_does_nothing_without_a_recipe_and_refuses_what_is_no_matrix() -> None:
     x = torch.randn(2, 3, 32)
-    assert torch.equal(ops.Quantize()(x), x)
-    with pytest.raises(ValueError, match="is no matrix"), autocast(recipe=recipe("mxfp8")):
-        ops.Quantize()(x)
+    assert torch.equal(te.ops.Quantize()(x), x)
+    with pytest.raises(ValueError, match="is no matrix"), te.autocast(recipe=te.recipe("mxfp8")):
+        te.ops.Quantize()(x)
 
 
 def test_another_format_is_dequantized_first() -> None:
-    model, x = ops.Linear(96, 32), torch.randn(8, 96)
-    with autocast(recipe=recipe("block")):
-        q = ops.Quantize()(x)
-    with autocast(recipe=recipe("mxfp8")):
+    model, x = te.ops.Linear(96, 32), torch.randn(8, 96)
+    with te.autocast(recipe=te.recipe("block")):
+        q = te.ops.Quantize()(x)
+    with te.autocast(recipe=te.recipe("mxfp8")):
         assert torch.equal(model(q), model(q.dequantize()))
     assert torch.equal(model(q), model(q.dequantize()))
-    assert torch.equal(ops.GELU()(q), ops.GELU()(q.dequantize()))
+    assert torch.equal(te.ops.GELU()(q), te.ops.GELU()(q.dequantize()))
 
 
 @pytest.mark.gpu
@@ -191,5 +184,5 @@ def test_fused_kernels_quantize_to_the_same_bits(kind: str, name: str | None, mo
     model = model_of(kind).to("cuda", torch.bfloat16)
     x = torch.randn(256, 96, device="cuda", dtype=torch.bfloat16)
     got = step(model, name, [x])
-    monkeypatch.setattr(ops.BasicLinear, "input_quantizer", lambda self, call: None)
+    monkeypatch.setattr(te.ops.BasicLinear, "input_quantizer", lambda self, call: None)
     assert_equal(step(model, name, [x]), got)

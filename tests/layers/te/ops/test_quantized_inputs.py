@@ -5,34 +5,18 @@ from __future__ import annotations
 import pytest
 import torch
 
-from te_models.layers import (
-    Float8BlockQuantizer,
-    Float8BlockScaling,
-    Float8CurrentScaling,
-    Float8CurrentScalingQuantizer,
-    GroupedRows,
-    MXFP8BlockScaling,
-    MXFP8Quantizer,
-    NVFP4BlockScaling,
-    NVFP4Quantizer,
-    QuantizedStorage,
-    Quantizer,
-    Recipe,
-    autocast,
-    ops,
-    recipe,
-)
+import te_models.layers as te
 from tests.layers.te.ops.steps import assert_equal
 
-NVFP4 = NVFP4BlockScaling(disable_stochastic_rounding=True)
-MXFP8 = MXFP8BlockScaling()
+NVFP4 = te.NVFP4BlockScaling(disable_stochastic_rounding=True)
+MXFP8 = te.MXFP8BlockScaling()
 
 
-def run(chosen: Recipe, x: torch.Tensor) -> list[torch.Tensor]:
+def run(chosen: te.Recipe, x: torch.Tensor) -> list[torch.Tensor]:
     """The output and the weight's gradient."""
     torch.manual_seed(1)
-    layer = ops.BasicLinear(128, 64, params_dtype=torch.bfloat16)
-    with autocast(recipe=chosen):
+    layer = te.ops.BasicLinear(128, 64, params_dtype=torch.bfloat16)
+    with te.autocast(recipe=chosen):
         y = layer(x)
     y.backward(torch.linspace(-1, 1, y.numel()).view(y.shape).to(y.dtype))
     return [y.detach(), layer.weight.grad]
@@ -41,19 +25,19 @@ def run(chosen: Recipe, x: torch.Tensor) -> list[torch.Tensor]:
 @pytest.mark.parametrize(
     "quantizer, chosen",
     [
-        (NVFP4Quantizer(), NVFP4),  # wgrad takes the transformed copy
-        (NVFP4Quantizer(with_2d_quantization=True), NVFP4),
-        (NVFP4Quantizer(with_rht=True, columnwise=False), NVFP4),
-        (NVFP4Quantizer(with_rht=True), NVFP4BlockScaling(disable_rht=True, disable_stochastic_rounding=True)),
-        (MXFP8Quantizer(columnwise=False), MXFP8),
-        (MXFP8Quantizer(rowwise=False), MXFP8),
-        (MXFP8Quantizer(two_dimensional=True), MXFP8),
-        (Float8BlockQuantizer(block_scaling_dim=2), Float8BlockScaling()),
-        (Float8CurrentScalingQuantizer(fp8_dtype=torch.float8_e5m2), recipe("delayed")),
+        (te.NVFP4Quantizer(), NVFP4),  # wgrad takes the transformed copy
+        (te.NVFP4Quantizer(with_2d_quantization=True), NVFP4),
+        (te.NVFP4Quantizer(with_rht=True, columnwise=False), NVFP4),
+        (te.NVFP4Quantizer(with_rht=True), te.NVFP4BlockScaling(disable_rht=True, disable_stochastic_rounding=True)),
+        (te.MXFP8Quantizer(columnwise=False), MXFP8),
+        (te.MXFP8Quantizer(rowwise=False), MXFP8),
+        (te.MXFP8Quantizer(two_dimensional=True), MXFP8),
+        (te.Float8BlockQuantizer(block_scaling_dim=2), te.Float8BlockScaling()),
+        (te.Float8CurrentScalingQuantizer(fp8_dtype=torch.float8_e5m2), te.recipe("delayed")),
     ],
     ids=str,
 )
-def test_what_the_recipe_would_not_have_made_is_dequantized(quantizer: Quantizer, chosen: Recipe) -> None:
+def test_what_the_recipe_would_not_have_made_is_dequantized(quantizer: te.Quantizer, chosen: te.Recipe) -> None:
     given = quantizer.quantize(torch.randn(64, 128, dtype=torch.bfloat16, generator=torch.Generator().manual_seed(0)))
     assert_equal(run(chosen, given.dequantize()), run(chosen, given))
 
@@ -61,42 +45,44 @@ def test_what_the_recipe_would_not_have_made_is_dequantized(quantizer: Quantizer
 @pytest.mark.parametrize(
     "quantizer, chosen",
     [
-        (NVFP4Quantizer(with_rht=True), NVFP4),
-        (MXFP8Quantizer(), MXFP8),
-        (MXFP8Quantizer(columnwise=False), MXFP8BlockScaling(backward_override="dequantized")),
-        (Float8BlockQuantizer(block_scaling_dim=1), Float8BlockScaling()),
-        (Float8CurrentScalingQuantizer(columnwise=False), Float8CurrentScaling()),  # one copy serves both
+        (te.NVFP4Quantizer(with_rht=True), NVFP4),
+        (te.MXFP8Quantizer(), MXFP8),
+        (te.MXFP8Quantizer(columnwise=False), te.MXFP8BlockScaling(backward_override="dequantized")),
+        (te.Float8BlockQuantizer(block_scaling_dim=1), te.Float8BlockScaling()),
+        (te.Float8CurrentScalingQuantizer(columnwise=False), te.Float8CurrentScaling()),  # one copy serves both
     ],
     ids=str,
 )
-def test_what_it_would_have_made_is_read(quantizer: Quantizer, chosen: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_it_would_have_made_is_read(
+    quantizer: te.Quantizer, chosen: te.Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
     x = torch.randn(64, 128, dtype=torch.bfloat16, generator=torch.Generator().manual_seed(0))
     expected = run(chosen, x)
 
-    def no_values(self: QuantizedStorage, dtype: torch.dtype | None = None) -> torch.Tensor:
+    def no_values(self: te.QuantizedStorage, dtype: torch.dtype | None = None) -> torch.Tensor:
         raise AssertionError("the input was dequantized")
 
-    monkeypatch.setattr(QuantizedStorage, "dequantize", no_values)
+    monkeypatch.setattr(te.QuantizedStorage, "dequantize", no_values)
     assert_equal(expected, run(chosen, quantizer.quantize(x)))
 
 
-@pytest.mark.parametrize("quantizer", [MXFP8Quantizer(), Float8CurrentScalingQuantizer()], ids=str)
+@pytest.mark.parametrize("quantizer", [te.MXFP8Quantizer(), te.Float8CurrentScalingQuantizer()], ids=str)
 @pytest.mark.parametrize("name", [None, "mxfp8"], ids=str)
-def test_rows_by_group_and_stacks_are_dequantized(name: str | None, quantizer: Quantizer) -> None:
+def test_rows_by_group_and_stacks_are_dequantized(name: str | None, quantizer: te.Quantizer) -> None:
     """Their fields have scales by group, in rows of their own."""
     torch.manual_seed(0)
     m_splits = torch.tensor([20, 0, 45])
-    rows = GroupedRows.quantize_rows(torch.randn(65, 128), m_splits, quantizer)
+    rows = te.GroupedRows.quantize_rows(torch.randn(65, 128), m_splits, quantizer)
     stack = quantizer.quantize_grouped(torch.randn(2, 32, 128))
-    grouped, linear = ops.GroupedLinear(3, 128, 64, bias=False), ops.BasicLinear(128, 64)
-    with autocast(enabled=name is not None, recipe=name and recipe(name)):
+    grouped, linear = te.ops.GroupedLinear(3, 128, 64, bias=False), te.ops.BasicLinear(128, 64)
+    with te.autocast(enabled=name is not None, recipe=name and te.recipe(name)):
         assert torch.equal(grouped(rows, m_splits), grouped(rows.dequantize(), m_splits))
         for given in (rows, stack):
-            for operation in (linear, ops.SiLU(), ops.Identity()):
+            for operation in (linear, te.ops.SiLU(), te.ops.Identity()):
                 assert torch.equal(operation(given), operation(given.dequantize()))
 
 
 def test_inference_needs_no_copy_for_the_gradient() -> None:
-    layer, x = ops.BasicLinear(128, 64), torch.randn(32, 128)
-    with torch.no_grad(), autocast(recipe=MXFP8):
-        assert torch.equal(layer(MXFP8Quantizer(columnwise=False).quantize(x)), layer(x))
+    layer, x = te.ops.BasicLinear(128, 64), torch.randn(32, 128)
+    with torch.no_grad(), te.autocast(recipe=MXFP8):
+        assert torch.equal(layer(te.MXFP8Quantizer(columnwise=False).quantize(x)), layer(x))

@@ -68,8 +68,7 @@ def test_results_do_not_alias_inputs_or_each_other() -> None:
     y, extra = ops.Sequential(ops.Identity(), ops.MakeExtraOutput())(x)
     with torch.no_grad():
         y.zero_()
-    assert torch.count_nonzero(extra) == 8
-    assert torch.count_nonzero(x) == 8
+    assert torch.count_nonzero(extra) == 8 and torch.count_nonzero(x) == 8
 
 
 @pytest.mark.parametrize("frozen", ["all", "linear", "input"])
@@ -81,8 +80,7 @@ def test_gradients_only_where_they_are_wanted(frozen: str) -> None:
     y = model(x)
     assert y.requires_grad == (not (frozen == "all" and not x.requires_grad))
     y.sum().backward()
-    assert (x.grad is None) == (frozen == "input")
-    assert (model[0].weight.grad is None) == (frozen == "all")
+    assert (x.grad is None) == (frozen == "input") and (model[0].weight.grad is None) == (frozen == "all")
     assert (model[1].linear.weight.grad is None) == (frozen != "input")
 
 
@@ -99,8 +97,7 @@ def test_a_changed_list_is_grouped_anew() -> None:
     twin = copy.deepcopy(model)
     with torch.no_grad():
         twin[0].linear.weight.zero_()
-    assert torch.equal(model(x), 3 * before)
-    assert torch.equal(twin(x), torch.full_like(x, 3.0))
+    assert torch.equal(model(x), 3 * before) and torch.equal(twin(x), torch.full_like(x, 3.0))
 
 
 @pytest.mark.parametrize("name", NAMES, ids=str)

@@ -5,28 +5,18 @@ from __future__ import annotations
 import pytest
 import torch
 
-from te_models.layers import (
-    DelayedScaling,
-    GroupedLinear,
-    Linear,
-    QuantizedTensor,
-    autocast,
-    microbatch,
-    ops,
-    quantized_model_init,
-    recipe,
-)
+import te_models.layers as te
 
 
 def pair(kind: str, **options) -> tuple[torch.nn.Module, torch.nn.Module, tuple]:
     """A module, the operation with equal parameters, and extra inputs."""
     torch.manual_seed(0)
     if kind == "linear":
-        module, operation, rest = Linear(64, 32, bias=False, **options), ops.BasicLinear(64, 32, **options), ()
+        module, operation, rest = te.Linear(64, 32, bias=False, **options), te.ops.BasicLinear(64, 32, **options), ()
     else:
         module, operation = (
-            GroupedLinear(2, 64, 32, bias=False, **options),
-            ops.GroupedLinear(2, 64, 32, bias=False, **options),
+            te.GroupedLinear(2, 64, 32, bias=False, **options),
+            te.ops.GroupedLinear(2, 64, 32, bias=False, **options),
         )
         rest = (torch.tensor([3, 5]),)
     operation.load_state_dict(module.state_dict())
@@ -38,7 +28,7 @@ def test_calibration_records_the_same_amaxes(kind: str) -> None:
     *both, rest = pair(kind)
     x = torch.randn(8, 64)
     for layer in both:
-        with autocast(enabled=False, calibrating=True, recipe=DelayedScaling()):
+        with te.autocast(enabled=False, calibrating=True, recipe=te.DelayedScaling()):
             layer(x, *rest)
     assert torch.count_nonzero(both[0].fp8_history) > 0
     assert torch.equal(both[0].fp8_history, both[1].fp8_history)
@@ -48,12 +38,12 @@ def test_calibration_records_the_same_amaxes(kind: str) -> None:
 def test_cached_weights_serve_the_micro_batches(kind: str) -> None:
     _, operation, rest = pair(kind)
     x = torch.randn(8, 64)
-    with autocast(recipe=recipe("mxfp8")):
-        with microbatch(first=True):
+    with te.autocast(recipe=te.recipe("mxfp8")):
+        with te.microbatch(first=True):
             first = operation(x, *rest)
         with torch.no_grad():
             operation.weight.zero_()
-        with microbatch(first=False):
+        with te.microbatch(first=False):
             assert torch.equal(operation(x, *rest), first)
         assert torch.count_nonzero(operation(x, *rest)) == 0
 
@@ -66,34 +56,32 @@ def test_gradients_are_fused_into_main_gradients_or_delayed(kind: str, name: str
         x = torch.randn(8, 64)
         for layer in both:
             layer.weight.main_grad = torch.ones(layer.weight.shape)
-            with autocast(enabled=name is not None, recipe=name and recipe(name)):
+            with te.autocast(enabled=name is not None, recipe=name and te.recipe(name)):
                 y = layer(x, *rest)
             y.sum().backward()
             assert layer.weight.grad is None
             if "delay_wgrad_compute" in options:
                 layer.backward_dw()
         found = [layer.weight.main_grad if layer.weight.grad is None else layer.weight.grad for layer in both]
-        assert torch.count_nonzero(found[0] - 1) > 0
-        assert torch.equal(*found)
+        assert torch.count_nonzero(found[0] - 1) > 0 and torch.equal(*found)
 
 
 @pytest.mark.parametrize("kind", ["linear", "grouped"])
 def test_quantized_primary_weights(kind: str) -> None:
-    with quantized_model_init(recipe=recipe("mxfp8")):
+    with te.quantized_model_init(recipe=te.recipe("mxfp8")):
         *both, rest = pair(kind)
-    assert isinstance(both[1].weight, QuantizedTensor)
+    assert isinstance(both[1].weight, te.QuantizedTensor)
     for name in ("mxfp8", None):
         x = torch.randn(8, 64)
         found = []
         for layer in both:
             layer.zero_grad()
-            with autocast(enabled=name is not None, recipe=name and recipe(name)):
+            with te.autocast(enabled=name is not None, recipe=name and te.recipe(name)):
                 y = layer(x, *rest)
             y.sum().backward()
             found.append((y, layer.weight.grad))
-        assert torch.equal(found[0][0], found[1][0])
-        assert torch.equal(found[0][1], found[1][1])
-    with pytest.raises(ValueError, match="stored as mxfp8"), autocast(recipe=recipe("block")):
+        assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1], found[1][1])
+    with pytest.raises(ValueError, match="stored as mxfp8"), te.autocast(recipe=te.recipe("block")):
         both[1](torch.randn(8, 64), *rest)
 
 
@@ -103,7 +91,7 @@ def test_quantized_primary_weights_give_main_or_delayed_gradients_without_a_reci
     """The gradients are those of the parameter, not of the dequantized values that the GEMM reads."""
     x = torch.randn(8, 64)
     per_gemm = {"single_grouped_weight": False} if kind == "per gemm" else {}
-    with quantized_model_init(recipe=recipe("mxfp8")):
+    with te.quantized_model_init(recipe=te.recipe("mxfp8")):
         expected, *_ = pair(kind, **per_gemm)
         *both, rest = pair(kind, **options, **per_gemm)
     expected(x, *rest).sum().backward()

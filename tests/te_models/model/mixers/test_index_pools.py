@@ -73,16 +73,14 @@ def test_the_choice_is_that_of_the_definition(size: int, left: int) -> None:
     for t, tokens in enumerate(wanted, left):
         seen = [token for token in choice[0, t].tolist() if token >= 0]
         assert len(seen) == len(set(seen)) and set(seen) == {left + token for token in tokens}
-    documents = torch.tensor([0] * 13 + [1] * 18)[None]
-    choice = choose_pools(bias, q, k, weights, 2, documents)
+    choice = choose_pools(bias, q, k, weights, 2, torch.tensor([0] * 13 + [1] * 18)[None])
     for t, tokens in enumerate(by_definition(bias, q[0, 13:], k[0, 13:], weights[0, 13:], 2), 13):
         assert {token for token in choice[0, t].tolist() if token >= 0} == {13 + token for token in tokens}
 
 
 def test_weights_in_a_pool_do_not_overflow() -> None:
     keys, gates = torch.randn(1, 6, 4), torch.full((1, 6, 4), 1e4)
-    found = pooled_keys(keys, gates, torch.zeros(3, 4))
-    torch.testing.assert_close(found[0, 5], keys[0, 3:].mean(0))
+    torch.testing.assert_close(pooled_keys(keys, gates, torch.zeros(3, 4))[0, 5], keys[0, 3:].mean(0))
     with pytest.raises(ValueError, match="keys are hidden from 2 queries one by one, of 6 keys"):
         rows = torch.ones(1, 2, 1), 1, torch.zeros(1, 2, 6).bool()
         choose_pools(torch.zeros(3, 4), torch.ones(1, 2, 1, 4), torch.ones(1, 6, 8), *rows)
@@ -114,8 +112,7 @@ def test_padding_and_documents_change_nothing(name: str) -> None:
     padded = torch.cat((torch.zeros(1, 4, dtype=ids.dtype), ids[:, :17]), 1)
     mask = torch.ones_like(padded).index_fill(1, torch.arange(4), 0)
     assert torch.equal(generate(model, padded, 8, attention_mask=mask)[:, 4:], wanted)
-    documents = torch.tensor([[0] * 13 + [1] * 17])
-    found = model(ids, document_ids=documents).logits
+    found = model(ids, document_ids=torch.tensor([[0] * 13 + [1] * 17])).logits
     close(found[:, :13], model(ids[:, :13]).logits)
     close(found[:, 13:], model(ids[:, 13:]).logits)
 

@@ -297,8 +297,7 @@ def test_attentions_of_several_kinds_in_one_model(tmp_path: Path) -> None:
 
 def test_every_rank_has_its_part_of_a_mixer() -> None:
     config = hybrid()
-    shapes = expected_tensors(config)
-    owned = parts(config, shapes, ShardPlace(tp_rank=1, tp_size=2))
+    owned = parts(config, expected_tensors(config), ShardPlace(tp_rank=1, tp_size=2))
     assert owned["decoder.layers.1.mixer.linear_in.weight"].ranges == ((4, 8), (12, 16))
     assert owned["decoder.layers.3.mixer.linear_proj.weight"].dim == 1
     assert owned["decoder.layers.1.input_layernorm.weight"].dim is None

@@ -24,8 +24,7 @@ def test_it_is_the_definition_of_the_paper() -> None:
 
 def test_its_numbers_are_trained_and_stored() -> None:
     act = XIELU(Build(params_dtype=torch.float64))
-    x = torch.linspace(-2, 2, 7, dtype=torch.float64)
-    act(x).square().sum().backward()
+    act(torch.linspace(-2, 2, 7, dtype=torch.float64)).square().sum().backward()
     assert act.alpha_p.grad.abs() > 0 and act.alpha_n.grad.abs() > 0
     assert set(act.state_dict()) == {"alpha_p", "alpha_n", "beta", "eps"}
 
