@@ -67,7 +67,8 @@ class Adapters:
             part.tensor.copy_(part.of_whole(found[f"{ADAPTERS}{name}"]))
         for layer, adapter in adapters_of(self._model):
             b = adapter.get_parameter("lora_B.weight")
-            if adapter.rows is not None and bool(b.masked_fill(adapter.rows, 0).any()):  # of a release that adapted all rows
+            others = None if adapter.rows is None else b.masked_fill(adapter.rows, 0)
+            if others is not None and bool(others.any()):  # of a release that adapted all rows
                 raise TrainingCheckpointError(
                     f"the checkpoint has an adapter of all rows of {layer}, of which lora.targets = "
                     f"{list(self._config.lora.targets)!r} means a part; allowed: targets of the whole layer, such as "
