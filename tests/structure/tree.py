@@ -26,6 +26,7 @@ def pyproject() -> dict:
     return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
 
+@functools.cache
 def modules() -> dict[str, Path]:
     """Import name (a package's ends in ".__init__"): file, for every Python file of the four folders."""
     found = {}
