@@ -52,8 +52,8 @@ class ExpertActivation(OwnEntry):
         return {"mlp.activation": ACTIVATIONS[value["name"]]}
 
     def write(self, config: ModelConfig) -> Values:
-        name = next(theirs for theirs, ours in ACTIVATIONS.items() if ours == config.mlp.activation)
-        return {"ffn_act_fn": {"name": name}}
+        names = [theirs for theirs, ours in ACTIVATIONS.items() if ours == config.mlp.activation]
+        return {"ffn_act_fn": {"name": names[0]}} if names else {}
 
 
 class NoNoise(OwnEntry):

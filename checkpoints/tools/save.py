@@ -20,7 +20,7 @@ from ..folder.te_folder import HFSource, TEFolder
 from ..io.errors import CheckpointError
 from ..io.store import JoinedStore, MemoryStore, Store
 from ..io.threads import Progress
-from ..mapping.param_shapes import expected_tensors
+from ..mapping.param_shapes import expected_tensors, is_table
 from ..mapping.plan import ConversionPlan, OutputTensor, make_plan
 from ..mapping.quantized_format import Description, quantized_metadata, stored_fields
 from ..mapping.te_namespace import grouped_formats, te_namespace
@@ -93,14 +93,14 @@ def save_model(
 
 def stored_entries(params: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, Description]]:
     """Return what files hold of parameters: tensors by entry name, and the descriptions of the quantized parameters.
-    CheckpointError for one of whole numbers."""
+    CheckpointError for one of whole numbers where a number is a weight."""
     entries: dict[str, torch.Tensor] = {}
     described: dict[str, Description] = {}
     for name, param in params.items():
         if isinstance(param, QuantizedTensor):
             described[name] = quantized_metadata(param.quantizer, param.dtype)
             entries.update(stored_fields(name, param))
-        elif not param.is_floating_point():
+        elif not param.is_floating_point() and not is_table(name):
             raise CheckpointError(f"{name} has dtype {param.dtype}; parameters are floating-point or quantized")
         else:
             entries[name] = param

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from ..config import ConfigPart, ModelConfig
+from ..config import ConfigError, ConfigPart, ModelConfig
 from ..config.keys import may_be_unset, nested_part, toml_words
 
 _WIDTH = 36
@@ -54,35 +54,38 @@ class Tables:
 
 
 def changed_keys(model: ModelConfig) -> Iterator[tuple[str, str, Any]]:
-    """Yield table, key and value of all that differs from a model of which only the required keys are said."""
-    yield from _changed(model, _required(model), "model.config")
+    """Yield table, key and value of all that is required, and of all without which the model is another one."""
+    yield from _changed(model, "model.config", model, lambda part: part)
 
 
-def _required(part: ConfigPart) -> ConfigPart:
-    """Return a part with the same required keys alone."""
-    values = {}
+def _changed(
+    model: ModelConfig, table: str, part: ConfigPart, with_part: Callable[[Any], Any]
+) -> Iterator[tuple[str, str, Any]]:
+    """Yield the same of one part. with_part: makes the model with another in its place."""
+    hints = typing.get_type_hints(type(part))
     for f in dataclasses.fields(part):
         value = getattr(part, f.name)
         if isinstance(value, ConfigPart):
-            values[f.name] = _required(value)
-        elif f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING:
-            values[f.name] = value
-    return type(part)(**values)
-
-
-def _changed(part: ConfigPart, plain: ConfigPart, table: str) -> Iterator[tuple[str, str, Any]]:
-    hints = typing.get_type_hints(type(part))
-    for f in dataclasses.fields(part):
-        value, before = getattr(part, f.name), getattr(plain, f.name)
-        if isinstance(value, ConfigPart):
-            assert isinstance(before, ConfigPart) and nested_part(hints[f.name])
-            inner = list(_changed(value, before, f"{table}.{f.name}"))
+            assert nested_part(hints[f.name])
+            name = f.name
+            inner = list(
+                _changed(model, f"{table}.{name}", value, lambda new, name=name: with_part(part.replace(**{name: new})))
+            )
             if not inner and f.default is None:  # a part that there may be, with its defaults: one key says that it is
                 known = value.to_dict()
                 inner = [(f"{table}.{f.name}", *next((k, v) for k, v in known.items() if v is not None))]
             yield from inner
             continue
-        required = f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
-        if required or value != before:
+        default = f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
+        if default is dataclasses.MISSING or (value != default and _differs(model, with_part, part, f.name, default)):
             assert value is not None or may_be_unset(hints[f.name])
             yield table, f.name, "none" if value is None else value
+
+
+def _differs(model: ModelConfig, with_part: Callable[[Any], Any], part: ConfigPart, key: str, default: Any) -> bool:
+    """Return whether the model with the default of a key is another one, or none: a default of None is what follows
+    from other keys."""
+    try:
+        return with_part(part.replace(**{key: default})) != model
+    except ConfigError:
+        return True

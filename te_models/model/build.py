@@ -53,7 +53,7 @@ class Normal:
         if weight.is_meta:  # without values, and the first draw there would import hundreds of modules
             return weight
         if _draws_nothing.get():
-            return weight.zero_()
+            return nn.init.zeros_(weight)
         for member in weight.unbind(0) if weight.dim() == 3 else (weight,):
             nn.init.normal_(member, mean=0.0, std=self.std)
         return weight

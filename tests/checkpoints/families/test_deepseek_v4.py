@@ -54,8 +54,11 @@ def test_published_names_are_read_and_written(tmp_path: Path) -> None:
     export_hf(tmp_path / "ours", tmp_path / "asked", form="published")
     assert_same_bits(stored(tmp_path / "asked"), tensors)
     expected = theirs(tokens(41)).logits
-    got = GPTModel.from_pretrained(tmp_path / "hub").eval()(tokens(41)).logits
+    model = GPTModel.from_pretrained(tmp_path / "hub").eval()
+    got = model(tokens(41)).logits
     assert (got - expected).abs().max() <= 1e-5 * expected.abs().max()
+    model.save_pretrained(tmp_path / "again")
+    assert_same_bits(stored(tmp_path / "again"), stored(tmp_path / "hub-ours"))
 
 
 def test_published_fields_are_read_and_written() -> None:

@@ -16,6 +16,7 @@ from te_models.checkpoints.folder.hf_config import export_config
 from te_models.checkpoints.folder.te_folder import HFSource, TEFolder
 from te_models.checkpoints.io.strict_json import parse_object
 from te_models.config import AttentionConfig, MLPConfig, ModelConfig, MoEConfig, RopeConfig, RouterConfig
+from tests.build import tiny
 from tests.checkpoints.hf_cases import CASES, LLAMA3_ROPE, SMALL, YARN_ROPE, plain, transformers
 from tests.covering import examples
 
@@ -395,3 +396,11 @@ def test_any_config_of_ours(edits: list[tuple[tuple[str, ...], Any]]) -> None:
     except CheckpointError:
         return
     assert TEFolder.from_dict(parse_object(folder.to_bytes(), "config.json")) == folder
+
+
+def test_what_no_family_writes_is_told_of_each() -> None:
+    """An activation that a family has no name for is an obstacle in words, whichever family is asked."""
+    for activation in ("gelu", "gelu_tanh", "relu", "squared_relu", "xielu"):
+        config = tiny(mlp=MLPConfig(ffn_hidden_size=48, activation=activation, gated=False))
+        for family in FAMILIES.values():
+            assert "cannot express" in family.distance(config)[1], family.model_type

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from te_models.checkpoints.tools.statistics import count_parameters
 from te_models.cli.main import main
 from te_models.config import ConfigError
 from te_models.init import Machine, sizes, write_config
+from te_models.init.tables import changed_keys
 from te_models.plan import Hardware, Plan
 from te_models.training import TrainConfig
 from te_models.training.build import read_model_config
@@ -85,6 +87,20 @@ def test_init_takes_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
     assert "te-models import EleutherAI/pythia-70m models/pythia-70m" in (tmp_path / "b.toml").read_text()
     assert main(["init", "--model", "pythia-71m", "--task", "lora"]) == 2
     assert "in the catalogue; did you mean 'pythia-" in capsys.readouterr().err
+
+
+def test_the_keys_of_every_model_make_it_again() -> None:
+    """The first configuration of a run says what a model's defaults do not: no less, whatever follows from other keys."""
+    for name in names():
+        model = ModelConfig.from_catalogue(name)
+        part: Any
+        tables: dict[str, Any] = {}
+        for table, key, value in changed_keys(model):
+            part, place = model, tables
+            for inner in table.split(".")[2:]:
+                part, place = getattr(part, inner), place.setdefault(inner, {})
+            place[key] = None if getattr(part, key) is None else value
+        assert ModelConfig.from_dict(tables) == model, name
 
 
 @pytest.mark.parametrize("name", ["qwen3-30b-a3b", "gemma-3-4b"])

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from te_models import GPTModel, MLPConfig, MoELayer, RouterConfig
 from te_models.kernels.router import load_balancing_loss, router_probabilities, router_topk, router_z_loss
+from te_models.model.build import without_draws
 from tests.build import tiny, tiny_moe, token_ids
 
 CONFIGS = {
@@ -202,3 +203,12 @@ def test_loss_weights_survive_a_move_and_refuse_what_is_not_computed() -> None:
 def test_a_dense_configuration_is_refused() -> None:
     with pytest.raises(ValueError, match=r"config.moe is None"):
         MoELayer(tiny())
+
+
+def test_a_model_without_draws_is_zeros() -> None:
+    """... its shared experts' gate, too: parameters that modules draw themselves may be filled outside `no_grad`."""
+    with without_draws():
+        model = GPTModel(CONFIGS["shared_gate"])
+    drawn = {name for name, p in model.named_parameters() if p.any()}
+    assert drawn == {name for name in drawn if "norm" in name}
+    assert not model.decoder.layers[0].mlp.shared_experts.gate_weight.any()
