@@ -174,17 +174,23 @@ def _part(config: ModelConfig, name: str, shape: Shape, place: ShardPlace) -> Ra
 
 def joined_blocks(config: ModelConfig, name: str, shape: Shape) -> dict[str, int]:
     """Return the rows of each matrix that a weight [out, in], or a stack of them, joins, by name: "q", "k", "v" and
-    "gate" of attention, "gate" and "up" of an MLP, "q" and "kv" of a projection to latents, and the numbers of what a
-    mixer joins; nothing for a weight that is one matrix. shape: of the whole parameter."""
+    "gate" of attention, "gate" and "up" of an MLP, "q" and "kv" of a projection to latents, "kv" and "gate" of a
+    compressor of keys, and the numbers of what a mixer joins; nothing for a weight that is one matrix. shape: of the
+    whole parameter."""
     dim = len(shape) - 2
     if dim < 0:
         return {}
     layer = _layer_of(config, name)
     attention = config.attention_of(layer)
     if name.endswith(".linear_qkv_down.weight"):
-        assert attention is not None and attention.mla is not None, "the layer has its parameters"
-        latent = attention.mla.kv_lora_rank + attention.mla.qk_pos_emb_head_dim
+        assert attention is not None, "the layer has its parameters"
+        if attention.mla is not None:
+            latent = attention.mla.kv_lora_rank + attention.mla.qk_pos_emb_head_dim
+        else:
+            latent = attention.key_channels
         return {"q": shape[dim] - latent, "kv": latent}
+    if name.endswith("compressor.linear_in.weight"):
+        return {"kv": shape[dim] // 2, "gate": shape[dim] // 2}
     split = _split(config, name, shape)
     if split is None or split[0] != dim or sum(split[1]) != shape[dim] or len(split[1]) < 2:
         return {}

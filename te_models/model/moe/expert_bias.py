@@ -60,10 +60,16 @@ def update_expert_bias(
 
 @torch.no_grad()
 def move_expert_bias(model: nn.Module, counts: Tensor, rate: float | Tensor) -> None:
-    """Move the biases as `update_expert_bias` does, for counts, [MoE layers, E], that `take_expert_load` returned."""
+    """Move the biases as `update_expert_bias` does, for counts, [MoE layers, E], that `take_expert_load` returned; a
+    layer whose experts a table chooses has none."""
     below = counts.sum(dim=-1, keepdim=True) - counts * counts.shape[-1]  # E times the distance from the mean
-    for (bias, _), change in zip(biases_and_counts(model), below.sign().float() * rate, strict=True):
-        bias.add_(change)
+    for router, change in zip(_routers(model), below.sign().float() * rate, strict=True):
+        if router.expert_bias is not None:
+            router.expert_bias.add_(change)
+
+
+def _routers(model: nn.Module) -> list[Router]:
+    return [module for module in model.modules() if isinstance(module, Router)]
 
 
 class ExpertLoad(NamedTuple):
@@ -95,7 +101,7 @@ def take_expert_load(model: nn.Module, *, process_group: ProcessGroup | None = N
     the device. Where the load-balancing loss is over the global batch, a call ends the batch: call it, or
     `update_expert_bias`, once after each optimizer step. Raises ValueError for a model without experts.
     """
-    routers = [module for module in model.modules() if isinstance(module, Router)]
+    routers = _routers(model)
     if not routers:
         raise ValueError("model has no experts; allowed: one whose config.moe is set")
     counts = torch.stack([torch.cat([router.expert_counts, router.dropped_tokens]) for router in routers])
@@ -115,14 +121,13 @@ def check_rate(rate: float) -> None:
 
 def has_expert_bias(model: nn.Module) -> bool:
     """Whether a router of the model has an expert bias."""
-    return any(isinstance(m, Router) and m.expert_bias is not None for m in model.modules())
+    return any(router.expert_bias is not None for router in _routers(model))
 
 
 def biases_and_counts(model: nn.Module) -> list[tuple[Tensor, Tensor]]:
     """List (expert_bias, expert_counts) of each router that has them, in the order of the layers. Raises ValueError for
     a model without one."""
-    routers = [m for m in model.modules() if isinstance(m, Router)]
-    found = [(router.expert_bias, router.expert_counts) for router in routers if router.expert_bias is not None]
+    found = [(r.expert_bias, r.expert_counts) for r in _routers(model) if r.expert_bias is not None]
     if not found:
         raise ValueError("model has no expert bias; allowed: one whose config.moe.router.expert_bias is true")
     return found

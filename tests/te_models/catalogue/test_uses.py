@@ -90,7 +90,7 @@ def test_init_takes_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
 
 
 def test_the_keys_of_every_model_make_it_again() -> None:
-    """The first configuration of a run says what a model's defaults do not: no less, whatever follows from other keys."""
+    """The first configuration of a run says what a model's defaults do not, whatever follows from other keys."""
     for name in names():
         model = ModelConfig.from_catalogue(name)
         part: Any

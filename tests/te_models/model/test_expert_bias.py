@@ -63,6 +63,15 @@ def test_a_bias_moves_against_the_load_by_the_rate() -> None:
     assert torch.equal(biases(model), start + signs * 0.01)
 
 
+def test_layers_whose_experts_a_table_chooses_have_no_bias() -> None:
+    model = GPTModel(VARIANTS["compressed"])
+    run(model, token_ids(1, 8))
+    start, load = biases(model), update_expert_bias(model, 0.01)
+    assert len(load) == 3 and len(start) == 2
+    signs = (load.sum(-1, keepdim=True) - load * load.shape[-1]).sign()
+    assert torch.equal(biases(model), start + signs[1:] * 0.01)
+
+
 def test_large_counts_are_compared_exactly() -> None:
     """Float32 would take these for equal."""
     model = build()

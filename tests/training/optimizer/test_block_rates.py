@@ -14,6 +14,7 @@ from te_models.config import AttentionConfig, ConfigError
 from te_models.training import ModelSource, OptimizerConfig, ScheduleConfig, train
 from te_models.training.optimizer.adamw import Optimizer
 from te_models.training.trained import blocks_of
+from tests.build import VARIANTS
 from tests.training.processes import train_on_ranks
 from tests.training.runs import balanced_model, curve, tiny_model, tiny_run
 
@@ -80,9 +81,13 @@ def test_blocks_are_named_and_cover_what_they_join() -> None:
     gated = model.replace(attention=AttentionConfig(num_attention_heads=4, output_gate=True))
     gated_blocks = blocks_of(gated, "grouped")["decoder.layers.0.self_attention.linear_qkv.weight"]
     assert list(gated_blocks) == ["q", "k", "v", "gate"]
-    for name, shape in expected_tensors(model).items():
-        if len(shape) > 1:
-            assert sum(tuple(joined_blocks(model, name, shape).values()) or (shape[-2],)) == shape[-2]
+    compressed = blocks_of(VARIANTS["compressed"], "grouped")
+    assert compressed["decoder.layers.1.self_attention.linear_qkv_down.weight"] == {"q": 20, "kv": 16}
+    assert list(compressed["decoder.layers.0.self_attention.compressor.linear_in.weight"]) == ["kv", "gate"]
+    for model in VARIANTS.values():
+        for name, shape in expected_tensors(model).items():
+            if len(shape) > 1:
+                assert sum(tuple(joined_blocks(model, name, shape).values()) or (shape[-2],)) == shape[-2]
 
 
 @pytest.mark.parametrize(
