@@ -2,6 +2,8 @@
 
 #pragma once
 
+#include <pmmintrin.h>
+
 #include "bytes.h"
 
 namespace te_models {
@@ -11,10 +13,19 @@ constexpr float kNone = std::numeric_limits<float>::quiet_NaN();
 // Formats of a byte decode kLanes values to 1/kFactor of them.
 struct E4M3 {
   static constexpr bool packed = false;
+#if defined(WIDE)
   static constexpr float kFactor = 256.0f;  // E4M3 in float16's places: the exponent's bias is 7 and not 15
   // the mask clears the sign's copy in the uppermost bit of the exponent
   static Floats decode(const uint8_t* p) { return halves(masked(up(bytes(p), 7), short(0xBFFF))); }
   static void decode(const uint8_t* p, Floats* to) { both_halves(masked(up(twice_bytes(p), 7), short(0xBFFF)), to); }
+#else
+  static constexpr float kFactor = 0x1p120f;  // in float32's places: the exponent's bias is 7 and not 127
+  static Floats decode(const uint8_t* p) {
+    const __m256i b = _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+    return _mm256_castsi256_ps(_mm256_and_si256(_mm256_slli_epi32(b, 20), _mm256_set1_epi32(int(0x87FFFFFF))));
+  }
+  static void decode(const uint8_t* p, Floats* to) { to[0] = decode(p), to[1] = decode(p + 8); }
+#endif
   static constexpr uint8_t kSpecial = 0x7F;  // the bits of NaN
   static float special(float) { return kNone; }
 };
@@ -58,7 +69,7 @@ enum Mode { kExact, kRounded, kCareful };
 
 // p: the bytes that w was decoded from
 template <Mode mode>
-INLINE inline Floats weight_of(const uint8_t* p, Floats w, float scale, Floats s, Floats larger) {
+INLINE inline Floats weight_of(const uint8_t* p, Floats w, float scale, Floats s) {
   if constexpr (mode == kCareful) {
     float lanes[kLanes];
     store(lanes, w);
@@ -68,10 +79,14 @@ INLINE inline Floats weight_of(const uint8_t* p, Floats w, float scale, Floats s
     }
     return load(lanes);
   }
-  if constexpr (mode == kExact || !X::rounds) return mul(w, s);
-  const Floats m = mul(w, larger);  // 2^16 of the value: what is left of m - (m - v) are the eight bits of a bfloat16
-  return sub(m, sub(m, mul(w, s)));
+  const Floats v = mul(w, s);
+  if constexpr (mode == kExact || !X::rounds) return v;
+  const Floats m = mul(v, all(0x1p16f));  // what is left of m - (m - v) are the eight bits of a bfloat16
+  return sub(m, sub(m, v));
 }
+
+// The exponent, as its bits, from which a scale is too large: its product with kFactor is finite below.
+constexpr uint32_t kMost = W::kFactor > 256.0f ? 127 + 7 : 127 + 100;
 
 inline bool any_special(const uint8_t* p, int64_t size) {
   Register largest = no_bytes();  // magnitudes: NaN, and infinity, have the largest
@@ -100,7 +115,7 @@ inline Mode read_scales(const Weight& w, int64_t row, int64_t blocks, float* to)
     };
     if (across == 1) read_all(std::integral_constant<int64_t, 1>{});
     else read_all(across);
-    if (low > 27 && high < 227) return kExact;
+    if (low > 27 && high < kMost) return kExact;
     for (int64_t b = 0; b < blocks; ++b) {
       const uint32_t byte = p[b * across];
       to[b] = byte == 255 ? kNone : byte == 0 ? 0x1p-127f : float_of(byte << 23);
@@ -113,25 +128,31 @@ inline Mode read_scales(const Weight& w, int64_t row, int64_t blocks, float* to)
     least = std::min(least, std::fabs(to[b]));
     most = std::max(most, std::fabs(to[b]));
   }
-  if (!(least > 0x1p-100f && most < 0x1p100f)) return kCareful;
+  if (!(least > 0x1p-100f && most < float_of(kMost << 23))) return kCareful;
   return w.kind == kPow2 ? kExact : kRounded;
 }
 
+// Bytes in float32's places may be subnormal: a thread that takes those for zero (`torch.set_flush_denormal`) reads them
+// while this stands.
+struct ReadsSubnormal {
+  const unsigned before = _mm_getcsr();
+  ReadsSubnormal() { _mm_setcsr(before & ~_MM_DENORMALS_ZERO_MASK); }
+  ~ReadsSubnormal() { _mm_setcsr(before); }
+};
+
 struct Rows {
   std::vector<float> scale;
+  ReadsSubnormal subnormal;
 
   template <Mode mode, int rows, class Use>
   INLINE void run(const Weight& w, const uint8_t* const* row, const float* const* of_row, const Use& use) {
     const int64_t K = w.K, full = K / kLanes * kLanes, L = w.block_columns;
     for (int64_t begin = 0, b = 0; begin < full; begin += L, ++b) {
-      Floats s[rows], larger[rows];
-      each_row<rows>([&](auto r) INLINE {
-        s[r] = all(of_row[r][b] * W::kFactor);
-        larger[r] = all(of_row[r][b] * W::kFactor * 0x1p16f);
-      });
+      Floats s[rows];
+      each_row<rows>([&](auto r) INLINE { s[r] = all(of_row[r][b] * W::kFactor); });
       const int64_t end = std::min(begin + L, full);
       const auto use_one = [&](int64_t k, auto r, Floats v)
-                               INLINE { use(k, r, weight_of<mode>(row[r] + k, v, of_row[r][b], s[r], larger[r])); };
+                               INLINE { use(k, r, weight_of<mode>(row[r] + k, v, of_row[r][b], s[r])); };
       int64_t k = begin;
       for (; k + 2 * kLanes <= end; k += 2 * kLanes)
         each_row<rows>([&](auto r) INLINE {
@@ -148,7 +169,7 @@ struct Rows {
       uint8_t last[16] = {};
       std::memcpy(last, row[r] + full, K - full);
       const float f = of_row[r][full / L];
-      use(full, r, weight_of<mode>(last, W::decode(last), f, all(f * W::kFactor), all(f * W::kFactor * 0x1p16f)));
+      use(full, r, weight_of<mode>(last, W::decode(last), f, all(f * W::kFactor)));
     });
   }
 

@@ -115,7 +115,7 @@ def test_each_weight_is_exactly_its_dequantized_value(
 
 @pytest.mark.sentinels("widest-0.7-fp8_dtype0", "widest-3e-39-fp8_dtype0")
 @pytest.mark.parametrize("fp8_dtype", (E4M3, E5M2))
-@pytest.mark.parametrize("scale", (0.7, 2.0**-20, 3e-39, 2.0**121))
+@pytest.mark.parametrize("scale", (0.7, 300.0, 2.0**-20, 3e-39, 2.0**121))
 def test_every_byte_is_decoded(instructions: None, fp8_dtype: torch.dtype, scale: float) -> None:
     data = torch.arange(256, dtype=torch.uint8).repeat(256, 1).view(fp8_dtype)
     operand = ScaledOperand(data, torch.tensor(scale), "per_tensor")
@@ -130,6 +130,22 @@ def test_every_byte_is_decoded(instructions: None, fp8_dtype: torch.dtype, scale
             x = torch.zeros(1, 256, dtype=dtype)
             x[0, k] = 1
             assert (few_rows.stored_weight_linear(x, cleared) == torch.where(finite, wanted, 0)[k]).all()
+
+
+def test_subnormal_bytes_are_read_where_subnormal_numbers_are_taken_for_zero(instructions: None) -> None:
+    data = torch.arange(8, dtype=torch.uint8).repeat(256, 32).view(E4M3)
+    operand = ScaledOperand(data, torch.tensor(1.0), "per_tensor")
+    identity = torch.eye(256, dtype=BF16)[:8]
+    wanted = dequantized_weight(operand, BF16)[0, :8].tolist()
+    subnormal = torch.tensor([1e-39])
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this CPU has no such mode")
+    try:
+        found = [few_rows.stored_weight_linear(row[None], operand)[0, 0].item() for row in identity]
+        assert (subnormal * 1).item() == 0  # the mode is as it was
+    finally:
+        torch.set_flush_denormal(False)
+    assert found == wanted and 0 not in found[1:]
 
 
 def test_every_scale_is_decoded(instructions: None) -> None:
