@@ -68,14 +68,19 @@ def _few_layers(
 ) -> tuple[ModelConfig, Family]:
     """Return a part of a model, and the family of its text model: some say layers by a pattern that few layers do not
     fill."""
-    for number in range(2, whole.num_layers) if layers is None else ():
+    for number in [*range(2, whole.num_layers), whole.num_layers] if layers is None else [layers]:
         few = small_config(whole, choose_layers(whole, number), experts)
         with contextlib.suppress(CheckpointError):
             text = text_family(family, few)
             text.write_config(few)
             return few, text
-    few = small_config(whole, choose_layers(whole, layers or whole.num_layers), experts)
-    return few, text_family(family, few)
+    if layers is None:
+        return few, text_family(family, few)
+    enough, _ = _few_layers(family, whole, None, experts)
+    raise CheckpointError(
+        f"layers is {layers}: the first layers of this model do not fill the pattern by which {family.model_type} says "
+        f"layers; allowed: {enough.num_layers}, or as many as fill it"
+    )
 
 
 def _narrow(config: ModelConfig, family: Family, divisor: int) -> ModelConfig | None:

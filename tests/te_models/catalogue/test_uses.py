@@ -13,7 +13,7 @@ import torch
 from te_models import GPTModel, ModelConfig
 from te_models.catalogue import CatalogueError, entry, names
 from te_models.catalogue.toy import toy_config
-from te_models.checkpoints import expected_tensors, inspect
+from te_models.checkpoints import CheckpointError, expected_tensors, inspect
 from te_models.checkpoints.tools.statistics import count_parameters
 from te_models.cli.main import main
 from te_models.config import ConfigError
@@ -116,6 +116,12 @@ def test_a_toy_of_random_weights(name: str, tmp_path: Path, capsys: pytest.Captu
     capsys.readouterr()
     assert main(["toy", "qwen3-30b-a3c", str(tmp_path / "other")]) == 2
     assert "did you mean 'qwen3-30b-a3b'" in capsys.readouterr().err
+
+
+def test_too_few_layers_for_a_pattern_are_refused_with_enough() -> None:
+    with pytest.raises(CheckpointError, match=r"layers is 4: .* by which gemma4 says layers; allowed: 6, or"):
+        toy_config("gemma-4-26b-a4b", layers=4)
+    assert toy_config("gemma-4-26b-a4b")[0].num_layers == 6
 
 
 @pytest.mark.slow
