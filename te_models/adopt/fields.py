@@ -18,9 +18,11 @@ from te_models.checkpoints.families.base.fields import (
     Flag,
     Only,
     Renamed,
+    SameAs,
     Spread,
 )
 from te_models.checkpoints.families.base.layer_fields import OnlyInEachLayer
+from te_models.checkpoints.families.base.nested import TimesHidden
 from te_models.checkpoints.families.base.text_part import text_part
 
 from ..config import ConfigError, ModelConfig
@@ -204,7 +206,7 @@ def repair(
     concerned = {*blamed, *(n for e in family.fields if set(blamed) & set(e.names) for n in e.names)}
     best, least = None, score(family, found, concerned)
     entries = (e for name in blamed for e in candidates(name, known, pool, near))
-    for entry in (*entries, *_new(move, known, pool, base, family)):
+    for entry in (*entries, *_following(move, known, base, family, blamed), *_new(move, known, pool, base, family)):
         other = neutral(_with(family, entry, base), base)
         if outcome(other, base)[0] != SAME or outcome(other, move.built or base)[0] != SAME:
             continue
@@ -274,6 +276,21 @@ def _new(move: Move, known: KnownType, pool: Pool, base: Built, family: Family) 
         path, number = next(iter(changed.items()))
         if number == value and isinstance(value, float | int):
             yield Field(move.name, path, bool if isinstance(value, bool) else type(number), None)
+
+
+def _following(move: Move, known: KnownType, base: Built, family: Family, names: Iterable[str]) -> Iterator[Entry]:
+    """Yield entries for what follows from the moved size: fields that the class gives its value, and the MLP's width,
+    of which there is no field."""
+    of, value = move.name, base.values.get(move.name)
+    if move.built is None or list(move.values) != [of] or type(value) is not int:
+        return
+    paths = [path for e in family.fields if of in e.names for path, its in e.read(base.values).items() if its == value]
+    for name in sorted(set(names) - {of}):
+        if (base.values.get(name), move.built.values.get(name)) == (value, move.values[of]):
+            yield from (SameAs(name, of, path, known.defaults[of]) for path in paths)
+    width = next((e.value for e in family.fields if isinstance(e, Fixed) and e.path == "mlp.ffn_hidden_size"), None)
+    if "hidden_size" in paths and width is not None and width % value == 0:
+        yield TimesHidden(None, (of,), width // value, known.defaults[of])
 
 
 def _paths_of(family: Family, values: Mapping[str, Any]) -> Paths:
@@ -369,14 +386,20 @@ def with_required(family: Family, known: KnownType, arguments: Values, found: It
 
 
 def _differs_without(family: Family, built: Built, known: KnownType) -> set[str]:
-    """Return the fields with the class's default without which a family reads another model."""
+    """Return fields with the class's default such that a family reads the same model of a file with these alone: what
+    counts only together with another field is seen once that one is gone."""
     whole, found = family.read_config(built.values), set()
-    for name in set(built.values) - set(outside_of(built.values, known.defaults)):
+    file = dict(built.values)
+    for name in [name for name in file if name not in outside_of(built.values, known.defaults)]:
+        shorter = {k: v for k, v in file.items() if k != name}
         try:
-            if family.read_config({k: v for k, v in built.values.items() if k != name}) != whole:
+            if family.read_config(shorter) == whole:
+                file = shorter
+            else:
                 found.add(name)
-        except CheckpointError:  # a field that a file must have
-            continue
+        except CheckpointError as error:
+            if "config.json has no " not in str(error):  # where a file must have the field, already
+                found.add(name)
     return found
 
 
