@@ -206,7 +206,7 @@ def repair(
     concerned = {*blamed, *(n for e in family.fields if set(blamed) & set(e.names) for n in e.names)}
     best, least = None, score(family, found, concerned)
     entries = (e for name in blamed for e in candidates(name, known, pool, near))
-    for entry in (*entries, *_following(move, known, base, family, blamed), *_new(move, known, pool, base, family)):
+    for entry in (*entries, *following(move, known, base, family, blamed), *_new(move, known, pool, base, family)):
         other = neutral(_with(family, entry, base), base)
         if outcome(other, base)[0] != SAME or outcome(other, move.built or base)[0] != SAME:
             continue
@@ -278,7 +278,7 @@ def _new(move: Move, known: KnownType, pool: Pool, base: Built, family: Family) 
             yield Field(move.name, path, bool if isinstance(value, bool) else type(number), None)
 
 
-def _following(move: Move, known: KnownType, base: Built, family: Family, names: Iterable[str]) -> Iterator[Entry]:
+def following(move: Move, known: KnownType, base: Built, family: Family, names: Iterable[str]) -> Iterator[Entry]:
     """Yield entries for what follows from the moved size: fields that the class gives its value, and the MLP's width,
     of which there is no field."""
     of, value = move.name, base.values.get(move.name)
@@ -386,20 +386,14 @@ def with_required(family: Family, known: KnownType, arguments: Values, found: It
 
 
 def _differs_without(family: Family, built: Built, known: KnownType) -> set[str]:
-    """Return fields with the class's default such that a family reads the same model of a file with these alone: what
-    counts only together with another field is seen once that one is gone."""
+    """Return the fields with the class's default without which a family reads another model."""
     whole, found = family.read_config(built.values), set()
-    file = dict(built.values)
-    for name in [name for name in file if name not in outside_of(built.values, known.defaults)]:
-        shorter = {k: v for k, v in file.items() if k != name}
+    for name in set(built.values) - set(outside_of(built.values, known.defaults)):
         try:
-            if family.read_config(shorter) == whole:
-                file = shorter
-            else:
+            if family.read_config({k: v for k, v in built.values.items() if k != name}) != whole:
                 found.add(name)
-        except CheckpointError as error:
-            if "config.json has no " not in str(error):  # where a file must have the field, already
-                found.add(name)
+        except CheckpointError:  # a field that a file must have
+            continue
     return found
 
 
