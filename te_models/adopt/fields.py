@@ -126,6 +126,8 @@ def neutral(family: Family, base: Built) -> Family:
             if match is None or match[1] in family.known or match[1] not in base.values:
                 return family
             family = replace(family, fields=(*family.fields, _only(match[1], base)))
+        except Exception:  # an entry that does not expect what the field holds, or lacks what another one said
+            return family
     return family
 
 
@@ -285,7 +287,8 @@ def following(move: Move, known: KnownType, base: Built, family: Family, names: 
     if move.built is None or list(move.values) != [of] or type(value) is not int:
         return
     paths = [path for e in family.fields if of in e.names for path, its in e.read(base.values).items() if its == value]
-    for name in sorted(set(names) - {of}):
+    refused = {e.hf for e in family.fields if isinstance(e, Only)}
+    for name in sorted((set(names) & refused) - {of}):
         if (base.values.get(name), move.built.values.get(name)) == (value, move.values[of]):
             yield from (SameAs(name, of, path, known.defaults[of]) for path in paths)
     width = next((e.value for e in family.fields if isinstance(e, Fixed) and e.path == "mlp.ffn_hidden_size"), None)

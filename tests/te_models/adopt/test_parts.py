@@ -11,7 +11,7 @@ import torch
 
 from te_models.adopt import adopt, known_type, outcome, write_adopted
 from te_models.adopt.adopting import proofs, with_output
-from te_models.adopt.fields import FamilyDraft, following, refusing, with_required
+from te_models.adopt.fields import FamilyDraft, following, neutral, refusing, with_required
 from te_models.adopt.moves import Move, changed_model
 from te_models.adopt.naming import split_names
 from te_models.adopt.near import adapted, agrees, elements, with_defaults
@@ -22,7 +22,7 @@ from te_models.adopt.toggles import options
 from te_models.adopt.wrapped import wrapped_type
 from te_models.checkpoints import FAMILIES, CheckpointError
 from te_models.checkpoints.families.base.common import HeadDim, KeyValueHeads
-from te_models.checkpoints.families.base.fields import REQUIRED, Field, Filled, Fixed, Only, SameAs
+from te_models.checkpoints.families.base.fields import REQUIRED, Field, Filled, Fixed, Only, OwnEntry, SameAs
 from te_models.checkpoints.families.base.layer_fields import LayerPattern, OnlyInEachLayer
 from te_models.checkpoints.families.base.names import Names
 from te_models.checkpoints.families.base.nested import TimesHidden
@@ -188,13 +188,14 @@ def test_sizes_that_follow_from_the_hidden_size_are_read_so() -> None:
     known = known_type("opt")
     base = Built({"hidden_size": 48, "word_embed_proj_dim": 48, "ffn_dim": 56}, {}, {}, {})
     moved = Built({"hidden_size": 60, "word_embed_proj_dim": 60, "ffn_dim": 56}, {}, {}, {})
-    family = replace(
-        FAMILIES["llama"], fields=(Field("hidden_size", "hidden_size", int), Fixed("mlp.ffn_hidden_size", 192))
-    )
+    hidden, width = Field("hidden_size", "hidden_size", int), Fixed("mlp.ffn_hidden_size", 192)
+    family = replace(FAMILIES["llama"], fields=(hidden, width, Only("word_embed_proj_dim", 48)))
     move = Move("hidden_size", {"hidden_size": 60}, moved)
     found = list(following(move, known, base, family, ("word_embed_proj_dim", "ffn_dim", "hidden_size")))
     same = SameAs("word_embed_proj_dim", "hidden_size", "hidden_size", 768)
     assert found == [same, TimesHidden(None, ("hidden_size",), 4, 768)]
+    meant = replace(family, fields=(hidden, width, Field("word_embed_proj_dim", "mlp.ffn_hidden_size", int)))
+    assert same not in following(move, known, base, meant, ("word_embed_proj_dim",))
     assert same.read(base.values) == same.read({"hidden_size": 60}) == same.read({"word_embed_proj_dim": 768}) == {}
     with pytest.raises(CheckpointError, match="word_embed_proj_dim = 48; supported: null or 60, hidden_size"):
         same.read({**moved.values, "word_embed_proj_dim": 48})
@@ -222,3 +223,17 @@ def test_two_moves_whose_labels_are_cut_alike_are_told_apart() -> None:
 def test_a_class_without_numbers_of_experts_gets_small_ones() -> None:
     arguments, _ = known_type("dots1").working()
     assert (arguments["n_routed_experts"], arguments["n_shared_experts"]) == (8, 1)
+
+
+def test_an_entry_that_misses_what_another_one_said_makes_no_family() -> None:
+    """Recurrent mixers take the width of the model out of what the entries before said."""
+
+    class Missing(OwnEntry):
+        names = ("n",)
+
+        def read(self, hf: Any) -> dict[str, Any]:
+            raise KeyError("hidden_size")
+
+    family = replace(FAMILIES["llama"], fields=(Missing(),))
+    base = Built({"n": 1}, {}, {}, {})
+    assert neutral(family, base) is family and outcome(family, base)[0] == "wrong"

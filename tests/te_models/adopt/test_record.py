@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 from te_models.checkpoints import FAMILIES
+from te_models.checkpoints.families.base.text_part import text_part
 
 ROOT = Path(__file__).parents[3]
 NO_CODE = re.compile(r"is unknown to transformers|has no decoder|No module named 'transformers\.models\.")
@@ -28,6 +29,8 @@ def test_the_paragraph_agrees_with_the_results() -> None:
         f"{code} of which transformers has the code, and {len(found) / len(results):.0%} of all".replace("%", " %")
     ) in text
     assert f"the last one in {last} of them" in text
+    around = sum(text_part(FAMILIES[name]) is not None for name in found)
+    assert f"{around} of those found hold a text model, whose own family was not hidden." in text
     for what, names in (
         ("Found: ", found),
         ("Refused with a report: ", refused),
