@@ -29,6 +29,8 @@ def test_the_paragraph_agrees_with_the_results() -> None:
         f"{code} of which transformers has the code, and {len(found) / len(results):.0%} of all".replace("%", " %")
     ) in text
     assert f"the last one in {last} of them" in text
+    earlier = sum(results[name]["search"] != "fifth" for name in found)
+    assert f"{earlier} of those found are known from earlier versions alone" in text
     around = sum(text_part(FAMILIES[name]) is not None for name in found)
     assert f"{around} of those found hold a text model, whose own family was not hidden." in text
     for what, names in (
