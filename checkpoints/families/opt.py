@@ -3,32 +3,11 @@ model, whose norms come after each sum and whose embeddings are narrower than it
 
 from __future__ import annotations
 
-from te_models.config import ModelConfig
-
-from ..io.errors import CheckpointError
 from .base.common import Dropouts, decoder_fields, layer_norm_entries
 from .base.family import Family
-from .base.fields import Field, HFConfig, Only, OwnEntry, Spread, Values, fixed, read_typed
+from .base.fields import Field, Only, SameAs, Spread, fixed
 from .base.names import Names, form_within
 from .gpt_neox import SameHeadDim
-
-
-class EmbeddingWidth(OwnEntry):
-    """`word_embed_proj_dim`: null, or hidden_size; with another one, projections lie between embedding and layers."""
-
-    names = ("word_embed_proj_dim",)
-
-    def read(self, hf: HFConfig) -> Values:
-        width, hidden = read_typed(hf, "word_embed_proj_dim", int, None), read_typed(hf, "hidden_size", int, 768)
-        if width not in (None, hidden):
-            raise CheckpointError(
-                f"config.json has word_embed_proj_dim = {width}; supported: null or {hidden}, hidden_size"
-            )
-        return {}
-
-    def write(self, config: ModelConfig) -> Values:
-        return {"word_embed_proj_dim": config.hidden_size}
-
 
 _ELSEWHERE = ("head_dim", "num_key_value_heads", "rms_norm_eps", "intermediate_size", "initializer_range")
 _FORM = Names(
@@ -62,7 +41,7 @@ OPT = Family(
         *fixed({"norm.layernorm_epsilon": 1e-5, "mlp.gated": False}),
         Spread("enable_bias", ("mlp.bias", "attention.add_qkv_bias", "attention.add_output_bias"), True),
         *fixed({"embedding.position_embedding_type": "learned_absolute", "embedding.position_offset": 2}),
-        EmbeddingWidth(),
+        SameAs("word_embed_proj_dim", "hidden_size", "hidden_size", 768),  # else projections lie around the layers
         Only("do_layer_norm_before", True),
         Only("_remove_final_layer_norm", False),
         Only("layerdrop", 0.0),

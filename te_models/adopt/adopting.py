@@ -85,8 +85,8 @@ def adopt(source: str | os.PathLike[str], *, hidden: Collection[str] = ()) -> Ad
             report.missing[name] = [declared.lacking[""]]
             continue
         family = with_required(_with_forms(declared.family, base, pool), known, arguments, found)
-        report.proofs, culprit = _proofs(family, declared, known, arguments, base, found)
-        moved_alike = {m.label[:80]: m for m in found if _is_same(family, m)}
+        report.proofs, culprit = proofs(family, declared, known, arguments, base, found)
+        moved_alike = {m.label[:80]: m for m in found if m.name != "sizes" and _is_same(family, m)}
         if not culprit and wrapped:
             built = [m.built for m in moved_alike.values() if m.built is not None]
             whole, culprit = wrapped_family(family, wrapped, arguments, base, built)
@@ -119,7 +119,7 @@ def _declarations(
 
 
 def _is_same(family: Family, move: Move) -> bool:
-    return move.built is not None and move.name != "sizes" and outcome(family, move.built)[0] == SAME
+    return move.built is not None and outcome(family, move.built)[0] == SAME
 
 
 def _solved(
@@ -192,7 +192,7 @@ def _with_forms(family: Family, base: Built, pool: Pool) -> Family:
     return family
 
 
-def _proofs(
+def proofs(
     family: Family, declared: FamilyDraft, known: KnownType, arguments: Values, base: Built, found: list[Move]
 ) -> tuple[list[tuple[str, str, str]], str]:
     """Return what a family makes of all moves, of other weights and of fields moved together; and what it gets wrong,
@@ -212,25 +212,17 @@ def _proofs(
         if together.built is not None:
             rows.append((f"seed {number + 1}: {together.label}", *outcome(family, together.built, seed=number + 1)))
     for move in found:
-        if (
-            move.built is not None
-            and outcome_of(rows, move.label) == SAME
-            and not reads_alike(family, move.built, known)
-        ):
+        if _is_same(family, move) and move.built is not None and not reads_alike(family, move.built, known):
             rows.append((f"{move.label}, without what has the class's default", WRONG, "another model is read"))
     rows += without_fields(family, known, arguments)
     wrong = [f"{label}: {why}" for label, got, why in rows if got == WRONG]
     if rows[0][1] != SAME:
         wrong.append("the base model itself is refused")
     for move in found:
-        if move.built is not None and move.name in ("sizes", *LAYERS) and outcome_of(rows, move.label) != SAME:
-            wrong.append(f"{move.label}: {next(why for label, _, why in rows if label == move.label)}")
+        if move.built is not None and move.name in ("sizes", *LAYERS):
+            got, why = outcome(family, move.built)
+            wrong += [] if got == SAME else [f"{move.label}: {why}"]
     return rows, wrong[0] if wrong else ""
-
-
-def outcome_of(rows: list[tuple[str, str, str]], label: str) -> str:
-    """Return what was found of the model of a label."""
-    return next((got for name, got, _ in rows if name == label), "")
 
 
 _SIZES = (*LAYERS, "hidden_size", "num_attention_heads")

@@ -18,9 +18,11 @@ from te_models.checkpoints.families.base.fields import (
     Flag,
     Only,
     Renamed,
+    SameAs,
     Spread,
 )
 from te_models.checkpoints.families.base.layer_fields import OnlyInEachLayer
+from te_models.checkpoints.families.base.nested import TimesHidden
 from te_models.checkpoints.families.base.text_part import text_part
 
 from ..config import ConfigError, ModelConfig
@@ -124,6 +126,8 @@ def neutral(family: Family, base: Built) -> Family:
             if match is None or match[1] in family.known or match[1] not in base.values:
                 return family
             family = replace(family, fields=(*family.fields, _only(match[1], base)))
+        except Exception:  # an entry that does not expect what the field holds, or lacks what another one said
+            return family
     return family
 
 
@@ -204,7 +208,7 @@ def repair(
     concerned = {*blamed, *(n for e in family.fields if set(blamed) & set(e.names) for n in e.names)}
     best, least = None, score(family, found, concerned)
     entries = (e for name in blamed for e in candidates(name, known, pool, near))
-    for entry in (*entries, *_new(move, known, pool, base, family)):
+    for entry in (*entries, *following(move, known, base, family, blamed), *_new(move, known, pool, base, family)):
         other = neutral(_with(family, entry, base), base)
         if outcome(other, base)[0] != SAME or outcome(other, move.built or base)[0] != SAME:
             continue
@@ -274,6 +278,22 @@ def _new(move: Move, known: KnownType, pool: Pool, base: Built, family: Family) 
         path, number = next(iter(changed.items()))
         if number == value and isinstance(value, float | int):
             yield Field(move.name, path, bool if isinstance(value, bool) else type(number), None)
+
+
+def following(move: Move, known: KnownType, base: Built, family: Family, names: Iterable[str]) -> Iterator[Entry]:
+    """Yield entries for what follows from the moved size: fields that the class gives its value, and the MLP's width,
+    of which there is no field."""
+    of, value = move.name, base.values.get(move.name)
+    if move.built is None or list(move.values) != [of] or type(value) is not int:
+        return
+    paths = [path for e in family.fields if of in e.names for path, its in e.read(base.values).items() if its == value]
+    refused = {e.hf for e in family.fields if isinstance(e, Only)}
+    for name in sorted((set(names) & refused) - {of}):
+        if (base.values.get(name), move.built.values.get(name)) == (value, move.values[of]):
+            yield from (SameAs(name, of, path, known.defaults[of]) for path in paths)
+    width = next((e.value for e in family.fields if isinstance(e, Fixed) and e.path == "mlp.ffn_hidden_size"), None)
+    if "hidden_size" in paths and width is not None and width % value == 0:
+        yield TimesHidden(None, (of,), width // value, known.defaults[of])
 
 
 def _paths_of(family: Family, values: Mapping[str, Any]) -> Paths:

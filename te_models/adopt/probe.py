@@ -178,6 +178,7 @@ class KnownType:
         """Yield changes of usual small sizes, for classes that do not take these."""
         absent = {n: s for n, s in ((n, small_size(n)) for n, v in self.defaults.items() if v is None) if s}
         absent = {n: s for n, s in absent.items() if not n.endswith("_token_id")}
+        absent |= {n: 1 for n, v in self.defaults.items() if v is None and re.fullmatch("n(um)?_shared_experts", n)}
         heads = {n: 4 for n in self.defaults if small_size(n) == 6}
         groups = {"n_group": 4, "topk_group": 2}
         yield {}

@@ -290,6 +290,24 @@ class Only(OfOneField):
 
 
 @dataclass(frozen=True)
+class SameAs(OfOneField):
+    """A number that another field, `of`, has, too, which means `path`: null, absent, or the same. default: of `of`."""
+
+    of: str
+    path: str
+    default: Any = REQUIRED
+
+    def read(self, hf: HFConfig) -> Values:
+        value, other = read_typed(hf, self.hf, int, None), read_typed(hf, self.of, int, self.default)
+        if value not in (None, other):
+            raise CheckpointError(f"config.json has {self.hf} = {value}; supported: null or {other}, {self.of}")
+        return {}
+
+    def write(self, config: ModelConfig) -> Values:
+        return {self.hf: get_path(config, self.path)}
+
+
+@dataclass(frozen=True)
 class Flag(OfOneField):
     """A field that is true or false: the paths and their values where it is one, and where it is the other; with `null`
     null means the default, too."""

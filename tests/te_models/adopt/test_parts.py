@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from te_models.adopt import adopt, known_type, outcome, write_adopted
-from te_models.adopt.adopting import with_output
-from te_models.adopt.fields import refusing, with_required
+from te_models.adopt.adopting import proofs, with_output
+from te_models.adopt.fields import FamilyDraft, following, neutral, refusing, with_required
+from te_models.adopt.moves import Move, changed_model
 from te_models.adopt.naming import split_names
 from te_models.adopt.near import adapted, agrees, elements, with_defaults
 from te_models.adopt.pool import pool_of
@@ -21,9 +22,10 @@ from te_models.adopt.toggles import options
 from te_models.adopt.wrapped import wrapped_type
 from te_models.checkpoints import FAMILIES, CheckpointError
 from te_models.checkpoints.families.base.common import HeadDim, KeyValueHeads
-from te_models.checkpoints.families.base.fields import REQUIRED, Field, Filled, Only
+from te_models.checkpoints.families.base.fields import REQUIRED, Field, Filled, Fixed, Only, OwnEntry, SameAs
 from te_models.checkpoints.families.base.layer_fields import LayerPattern, OnlyInEachLayer
 from te_models.checkpoints.families.base.names import Names
+from te_models.checkpoints.families.base.nested import TimesHidden
 from te_models.checkpoints.families.base.rope import Rope
 from te_models.checkpoints.families.base.text_part import text_part
 from tests.te_models.adopt.test_adopting import loaded
@@ -179,3 +181,59 @@ def _ropes(model_type: str) -> list[dict[str, Any]]:
 def test_a_hidden_family_whose_names_or_factors_are_told_by_logits_alone_is_found(model_type: str) -> None:
     found = adopt(model_type)
     assert found.report.verdict == "declared", (found.report.lacking, found.report.missing)
+
+
+def test_sizes_that_follow_from_the_hidden_size_are_read_so() -> None:
+    """... those that the class works out, and the width of an MLP that has no field."""
+    known = known_type("opt")
+    base = Built({"hidden_size": 48, "word_embed_proj_dim": 48, "ffn_dim": 56}, {}, {}, {})
+    moved = Built({"hidden_size": 60, "word_embed_proj_dim": 60, "ffn_dim": 56}, {}, {}, {})
+    hidden, width = Field("hidden_size", "hidden_size", int), Fixed("mlp.ffn_hidden_size", 192)
+    family = replace(FAMILIES["llama"], fields=(hidden, width, Only("word_embed_proj_dim", 48)))
+    move = Move("hidden_size", {"hidden_size": 60}, moved)
+    found = list(following(move, known, base, family, ("word_embed_proj_dim", "ffn_dim", "hidden_size")))
+    same = SameAs("word_embed_proj_dim", "hidden_size", "hidden_size", 768)
+    assert found == [same, TimesHidden(None, ("hidden_size",), 4, 768)]
+    meant = replace(family, fields=(hidden, width, Field("word_embed_proj_dim", "mlp.ffn_hidden_size", int)))
+    assert same not in following(move, known, base, meant, ("word_embed_proj_dim",))
+    assert same.read(base.values) == same.read({"hidden_size": 60}) == same.read({"word_embed_proj_dim": 768}) == {}
+    with pytest.raises(CheckpointError, match="word_embed_proj_dim = 48; supported: null or 60, hidden_size"):
+        same.read({**moved.values, "word_embed_proj_dim": 48})
+
+
+def test_two_moves_whose_labels_are_cut_alike_are_told_apart() -> None:
+    """The second is refused by name, so that nothing is asked of files without its defaults."""
+    known, family = known_type("gemma3_text"), FAMILIES["gemma3_text"]
+    arguments, base = known.working()
+    rope = base.values["rope_parameters"]
+    found = [
+        changed_model(
+            known,
+            arguments,
+            {"rope_parameters": {**rope, "sliding_attention": rope["sliding_attention"] | change}},
+            base,
+        )
+        for change in ({"rope_theta": 3e3}, {"partial_rotary_factor": 0.5})
+    ]
+    assert found[0].label == found[1].label
+    rows, culprit = proofs(family, FamilyDraft(family), known, arguments, base, found)
+    assert [got for label, got, _ in rows if label == found[0].label] == ["same", "refused"] and not culprit
+
+
+def test_a_class_without_numbers_of_experts_gets_small_ones() -> None:
+    arguments, _ = known_type("dots1").working()
+    assert (arguments["n_routed_experts"], arguments["n_shared_experts"]) == (8, 1)
+
+
+def test_an_entry_that_misses_what_another_one_said_makes_no_family() -> None:
+    """Recurrent mixers take the width of the model out of what the entries before said."""
+
+    class Missing(OwnEntry):
+        names = ("n",)
+
+        def read(self, hf: Any) -> dict[str, Any]:
+            raise KeyError("hidden_size")
+
+    family = replace(FAMILIES["llama"], fields=(Missing(),))
+    base = Built({"n": 1}, {}, {}, {})
+    assert neutral(family, base) is family and outcome(family, base)[0] == "wrong"
