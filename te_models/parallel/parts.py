@@ -113,6 +113,19 @@ class ShardOfParameter(NamedTuple):
         missing = self.elements(tensor) - flat.numel()
         return torch.cat([flat, flat.new_zeros(missing)]) if missing else flat
 
+    def shared_with(self, tensor: Tensor, rows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield views of a tensor that is cut along its first dimension, and of `rows`, which has the part of a rank in
+        each row (`filled_up`): all whole parts, and the one that is smaller. They are as few for any number of ranks.
+        """
+        size, whole = tensor.shape[0], tensor.shape[0] // max(1, self.each)
+        if whole:
+            own = tensor if whole * self.each == size else tensor.narrow(0, 0, whole * self.each)
+            some = rows if whole == self.ranks else rows.narrow(0, 0, whole)
+            yield own.unflatten(0, (whole, self.each)), some.unflatten(1, (self.each, *tensor.shape[1:]))
+        if whole * self.each < size:
+            last = tensor.narrow(0, whole * self.each, size - whole * self.each)
+            yield last, rows[whole, : last.numel()].view(last.shape)
+
     def elements(self, tensor: Tensor) -> int:
         """Return how many elements of a tensor the largest part has."""
         return tensor.numel() // max(1, tensor.shape[self.dim]) * self.each

@@ -105,12 +105,10 @@ class SharedUpdate:
             sent = torch.cat([part.place.filled_up(part.whole.detach()) for part in bucket])
             received = sent.new_empty(first.place.ranks * sent.numel())
             gather_single(received, sent, first.group)
-            for rank, values in enumerate(received.view(first.place.ranks, -1).unbind()):
-                if rank == first.place.rank:
-                    continue
-                for part, its in zip(bucket, values.split([p.place.elements(p.whole) for p in bucket]), strict=True):
-                    there = part.of_rank(rank)
-                    there.copy_(its[: there.numel()].view(there.shape))
+            by_part = received.view(first.place.ranks, -1).split([p.place.elements(p.whole) for p in bucket], dim=1)
+            for part, rows in zip(bucket, by_part, strict=True):
+                for own, its in part.place.shared_with(part.whole.detach(), rows):
+                    own.copy_(its)
 
 
 def ranks_that_hold(ranks: Ranks, experts: Any) -> GroupOf:

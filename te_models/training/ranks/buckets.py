@@ -88,10 +88,15 @@ class ScatteredBucket(Bucket):
         if not self.communicates or not pairs:
             return
         ranks = pairs[0][1].ranks
-        parts = [place._replace(rank=rank).filled_up(gradient) for rank in range(ranks) for gradient, place in pairs]
-        self._sent = torch.cat(parts)
         self._sizes = [place.elements(gradient) for gradient, place in pairs]
-        self._flat = self._sent.new_empty(self._sent.numel() // ranks)
+        sent = pairs[0][0].new_empty(ranks, sum(self._sizes))
+        for (gradient, place), rows in zip(pairs, sent.split(self._sizes, dim=1), strict=True):
+            if place.ranks * place.each > gradient.shape[0]:
+                rows.zero_()
+            for own, its in place.shared_with(gradient, rows):
+                its.copy_(own)
+        self._sent = sent.view(-1)
+        self._flat = sent.new_empty(sent.shape[1])
         self._work = start_to_scatter_single(self._flat, self._sent, self.group)
 
     @torch.no_grad()

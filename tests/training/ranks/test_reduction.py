@@ -9,11 +9,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from te_models.config import ConfigError
+from te_models.parallel.parts import ShardOfParameter
+from te_models.plan.simulation import Recorder, fake_ranks
 from te_models.training import ParallelConfig, train
+from te_models.training.optimizer.zero import SharedUpdate
 from te_models.training.ranks import buckets, reduction
-from te_models.training.ranks.buckets import Bucket, InOrder, filled
+from te_models.training.ranks.buckets import Bucket, InOrder, ScatteredBucket, filled
 from tests.ranks import on_ranks
 from tests.training.runs import assert_same_bits, curve, tensors_under, tiny_run
 
@@ -174,6 +178,49 @@ def test_ranks_that_share_an_update_receive_their_own_sums(
 def test_what_cannot_be_is_refused(options: dict, message: str) -> None:  # type: ignore[type-arg]
     with pytest.raises(ConfigError, match=f"parallel.reduce_gradients is .*{message}"):
         ParallelConfig(**options)
+
+
+class Operations(TorchDispatchMode):
+    """Counts operations."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_shared_update_has_as_many_operations_for_any_number_of_ranks() -> None:
+    """It takes memory for what travels and no more, whether the parts are even, one is smaller, or some are empty."""
+    counts = set()
+    for ranks in (8, 64):
+        parameters = {f"{rows}": torch.nn.Parameter(torch.ones(rows, 3)) for rows in (192, 130, 4)}
+        for parameter in parameters.values():
+            parameter.grad = torch.ones_like(parameter)
+        with fake_ranks(ranks):
+            update = SharedUpdate(parameters, lambda _, ranks=ranks: (None, 0, ranks))
+            bucket = ScatteredBucket(None, ranks, parameters=list(parameters.values()), places=update.places)
+            with Recorder({}) as memory, Operations() as operations:
+                memory.hold([(p, p.grad) for p in parameters.values()])
+                held = memory.live
+                bucket.start()
+                part = 4 * sum(update.places[id(p)].each * 3 for p in parameters.values())
+                assert memory.peak - held == (ranks + 1) * part
+                bucket.finish()
+                update.gather()
+            counts.add(operations.count)
+    assert len(counts) == 1
+
+
+@pytest.mark.parametrize("rows", [0, 1, 4, 6, 7, 8])
+def test_parts_of_all_ranks_are_the_parts_of_each(rows: int) -> None:
+    """Of four ranks, of parts that are even, smaller or empty."""
+    tensor = torch.arange(rows * 6.0).view(rows, 2, 3)
+    places = [ShardOfParameter(rank, 4, 0, -(-rows // 4)) for rank in range(4)]
+    all_ = torch.zeros(4, places[0].elements(tensor))
+    for own, its in places[0].shared_with(tensor, all_):
+        its.copy_(own)
+    assert torch.equal(all_, torch.stack([place.filled_up(tensor) for place in places]))
 
 
 def test_buckets_have_one_dtype_and_a_size() -> None:
