@@ -105,7 +105,7 @@ def scalars_in_graphs() -> Any:
 def splits_loops(device: torch.device) -> bool:
     """Return whether a compiled division of a loop variable is to be avoided on this device.
 
-    Inductor's C++ backend splits a loop by the divisor. Those of torch 2.11 and 2.12 fail ("unexpected group") where
+    Inductor's C++ backend splits a loop by the divisor. The ones of torch 2.11 and 2.12 fail ("unexpected group") where
     two steps that are fused then have different loops, as with blocks along the rows beside blocks along the columns.
     """
     return SPLITS_LOOPS and device.type == "cpu" and compiling()

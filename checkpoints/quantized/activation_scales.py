@@ -116,8 +116,8 @@ def _without_changed(
     high_precision: Namespace,
     stale: Collection[str],
 ) -> tuple[dict[str, torch.Tensor], tuple[str, ...]]:
-    """Return the scales but for those of modules whose weight was quantized and is values now, or is another one, and
-    the names of these: nothing quantizes their inputs, or what they were measured on has changed."""
+    """Return the scales, without modules whose weight was quantized and is values now, or is another one, and the
+    names of these: nothing quantizes their inputs, or what they were measured on has changed."""
     forms = {*formats.values()}
     kinds = {kind for form in forms for kind in form.activations if kind in _OF_INPUTS}
     values = {name for name, its in high_precision.stored.items() if len(its.shape) == 2 and name not in formats}

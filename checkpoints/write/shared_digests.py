@@ -8,7 +8,7 @@ their digest is compared with the source's manifest.
 
 Every other tensor keeps its separate check (`folder/reading_checks.py`): one that is converted, transposed or
 computed from, one of which parts are cut or go nowhere, and one whose manifest lists the digest of all its bytes, as
-those of earlier releases do, unless it is small enough to be one part.
+manifests of earlier releases do, unless it is small enough to be one part.
 """
 
 from __future__ import annotations

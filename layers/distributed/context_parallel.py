@@ -142,10 +142,10 @@ def attention_of_heads(
         k, v = (t.repeat_interleave(copies, 2) for t in (k, v))
     heads = [q.shape[2] // ranks, k.shape[2] // ranks, k.shape[2] // ranks]
     parts = [t.flatten(2).unflatten(2, (ranks, -1)) for t in (q, k, v)]
-    every = _Heads.apply(torch.cat(parts, -1), shard)[:, :, 0].split([p.shape[-1] for p in parts], -1)
+    every = _Exchange.apply(torch.cat(parts, -1), shard, True)[:, :, 0].split([p.shape[-1] for p in parts], -1)
     own = [t.unflatten(-1, (n, -1)) for t, n in zip(every, heads, strict=True)]
     y = attention(own[0], own[1], own[2], hidden_keys)
-    return _Positions.apply(y[:, :, None], shard).flatten(2)
+    return _Exchange.apply(y[:, :, None], shard, False).flatten(2)
 
 
 def _to_heads(x: Tensor, shard: ContextShard) -> Tensor:
@@ -163,26 +163,17 @@ def _to_positions(x: Tensor, shard: ContextShard) -> Tensor:
     return arrived.movedim(0, 2)
 
 
-class _Heads(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, shard: ContextShard) -> Tensor:
-        ctx.shard = shard
-        return own_result(_to_heads(x, shard))
+class _Exchange(torch.autograd.Function):
+    """`_to_heads`, or `_to_positions`; the gradient takes the other way."""
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        return _to_positions(dy, ctx.shard), None
-
-
-class _Positions(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, shard: ContextShard) -> Tensor:
-        ctx.shard = shard
-        return own_result(_to_positions(x, shard))
+    def forward(ctx: Any, x: Tensor, shard: ContextShard, to_heads: bool) -> Tensor:
+        ctx.shard, ctx.back = shard, _to_positions if to_heads else _to_heads
+        return own_result(_to_heads(x, shard) if to_heads else _to_positions(x, shard))
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        return _to_heads(dy, ctx.shard), None
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.back(dy, ctx.shard), None, None
 
 
 class _Gathered(torch.autograd.Function):

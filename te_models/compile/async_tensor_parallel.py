@@ -103,7 +103,7 @@ def warn_of_what_waits(overlapped: int, alone: int, quantized: int) -> None:
         "a matrix product"
     )
     if quantized:
-        message += "; those of layers under a recipe do not, because what is multiplied is quantized between the two"
+        message += "; under a recipe they do not, because what is multiplied is quantized between the two"
     if message not in _warned:
         _warned.add(message)
         warnings.warn(message, UserWarning, stacklevel=2)

@@ -45,7 +45,7 @@ def synchronized(
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Return a decorator for compiled functions that all ranks call equally often. Every rank must call this.
 
-    timeout_s: how long a call, and this one, waits for other ranks. It then raises MissingRanksError. ranks: those of
+    timeout_s: how long a call, and this one, waits for other ranks. It then raises MissingRanksError. ranks: of
     this group only; None: all.
     """
     group = _own_group(timeout_s, ranks)

@@ -103,8 +103,8 @@ def add_lora(
 
 
 def adaptable(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules that adapters exist for, by name in the whole model: those of `add_lora`, and those that
-    folders of peft may have."""
+    """Return the modules that adapters exist for, by name in the whole model: modules of `add_lora`, and modules
+    that folders of peft may have."""
     whole = getattr(model, "whole", None) or model
     return {name: module for name, module in whole.named_modules() if type(module) in _ADAPTERS}
 

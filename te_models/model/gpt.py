@@ -334,8 +334,8 @@ class GPTModel(SharedModel):
         """Return layers `first` to `last` - 1 as a pipeline stage, with the embedding if `first` is 0, and with final
         norm and output layer if `last` is the number of layers.
 
-        Stage and model share their modules, so that names, and values, are those of the whole model; of a model on the
-        meta device only the stages that a rank has need data. Call a later stage with `inputs_embeds`, the
+        Stage and model share their modules, so that names and values are the same in both; of a model on the meta
+        device only the stages that a rank has need data. Call a later stage with `inputs_embeds`, the
         `hidden_states[-1]` [B, S, H] of the stage before it (a rank's part of the tokens, and position_ids, where ranks
         share them); an earlier stage than the last returns no logits and no
         loss, and `aux_loss` covers its layers only. Where embedding and output layer share their weight, the last stage

@@ -101,7 +101,7 @@ def size_of_parts(model: GPTModel, x: Tensor, position_ids: Tensor | None) -> tu
     if position_ids is None or position_ids.dim() != 2:
         found = None if position_ids is None else tuple(position_ids.shape)
         raise ValueError(
-            f"position_ids is {found} in a stage whose ranks share tokens; allowed: those of the whole sequences, "
+            f"position_ids is {found} in a stage whose ranks share tokens; allowed: positions of the whole sequences, "
             "[batch or 1, sequence]"
         )
     tokens = x.shape[:-1].numel() * (model.tp_size if model.sequence_parallel else 1)

@@ -209,7 +209,7 @@ def read_model_config(config: TrainConfig) -> ModelConfig:
 
 
 def _published(name: str) -> ModelConfig:
-    """Return the configuration of the catalogue, its experts balanced as those of a file's own configuration are."""
+    """Return the configuration of the catalogue, its experts balanced as a file's own configuration does it."""
     try:
         model = ModelConfig.from_catalogue(name)
     except CatalogueError as error:

@@ -12,15 +12,10 @@ from ..config import ModelConfig
 from ..model import GPTModel
 from .build import DTYPES, keep_saved_dtypes, random_model
 from .checkpoints.checkpoint import TrainingState, load_state
-from .checkpoints.checks import MODEL, VALUES
+from .checkpoints.checks import MODEL
 from .config import TrainConfig
 from .lora import ADAPTERS, Adapters
 from .ranks.layout import ONE_RANK
-
-
-def is_checkpoint(folder: Path) -> bool:
-    """Whether a folder is a training checkpoint."""
-    return (folder / VALUES).is_file()
 
 
 def export_alone(folder: Path, out: Path) -> None:

@@ -2,7 +2,7 @@
 
 A checkpoint holds the base model as an ordinary folder, with the names that it has without adapters, and the adapters
 as `lora.NAME` beside the optimizer's state. At its end a run writes `adapter/`, with the names of our layers,
-`adapter-hf/`, with those of transformers' model of the family, and `final/`, the model with the adapters merged.
+`adapter-hf/`, with the names of transformers' model of the family, and `final/`, the model with the adapters merged.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ another one is in force, and in every checkpoint from the first step on that has
 Quantization-aware training: passes see weights rounded to a format, and the optimizer updates what was rounded. The
 weights themselves are rounded in place before the micro-batches of a step and put back after them, so that a gradient
 is that of the rounded weight and goes straight through to the weight (arXiv 1308.3432), compiled or not, and once for
-all micro-batches. The numbers are those of `te-models quantize` and of each export that takes its folder.
+all micro-batches. `te-models quantize`, and each export that takes its folder, round to the same numbers.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ def round_inputs(of: Recipe) -> Recipe:
 
 
 def forward_only(forward: Recipe | None, gradients: Recipe | None) -> Recipe | None:
-    """Return the recipe whose forward GEMMs are those of `forward` and whose gradient GEMMs those of `gradients`.
+    """Return the recipe whose forward GEMMs `forward` describes, and whose gradient GEMMs `gradients`.
 
     None: high precision. Raises ConfigError where one of the two has scales from a history (both passes share it), or
     computes its gradients from what the forward pass saved.

@@ -21,7 +21,7 @@ ACTIVATIONS = {
     "relu2": "squared_relu",
 }
 SILU = {name: ACTIVATIONS[name] for name in ("silu", "swish")}
-"""Those of models whose convolutions have the activation of the MLP, too."""
+"""Activations of models whose convolutions have the activation of the MLP, too."""
 
 
 ATTENTION_BIAS = Spread("attention_bias", ("attention.add_qkv_bias", "attention.add_output_bias"))

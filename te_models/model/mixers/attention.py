@@ -40,7 +40,7 @@ from .sparse_attention import Indexer
 
 class AlibiHeads(NamedTuple):
     """Scores that are lower by the distance of the key, times a slope of each head (ALiBi, arXiv 2108.12409). heads: of
-    all ranks; those of this one are `number` from `first` on."""
+    all ranks; this rank has `number` from `first` on."""
 
     heads: int
     first: int
@@ -201,7 +201,7 @@ class SelfAttention(nn.Module):
     def attended(
         self, q: Tensor, k: Tensor, v: Tensor, hidden_keys: Tensor | None, cache: LayerMemory | None
     ) -> Tensor:
-        """Attend to all keys and values, those of a cache and of other ranks included; k and v are those of this rank's
+        """Attend to all keys and values, of a cache and of other ranks too; k and v have only this rank's
         positions where ranks that share sequences do not gather them. q: [B, S, N, D]; k: [B, L, G, D]; v:
         [B, L, G, Dv]; hidden_keys, cache: as for `forward`; returns [B, S, N Dv]."""
         slots = None if cache is None else cache.hidden_slots()

@@ -75,7 +75,7 @@ class RecurrentMixer(nn.Module):
 
     A module is built as `Module(config, mixer, layer, build)`, mixer being its configuration. A subclass builds its
     projections of `make_input_linear` and `make_output_linear`, so that recipes, stored weights, LoRA and tensor
-    parallelism apply. The names of its parameters are those of its configuration's `parameters`, whose `blocks` say
+    parallelism apply. Its parameters have the names in its configuration's `parameters`, whose `blocks` say
     what a rank has. Its input is normed already: the layer's `input_layernorm` does it. `forward` reads `cache.read()`,
     one tensor [B, *shape] for each of the configuration's `states`, goes on from there, and gives the states behind its
     last token to `cache.write`; it changes nothing in place that it read. Tokens that `inputs.token_mask` calls padding

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 class RouterRecord:
     """The experts that each token was sent to, in every layer of a mixture.
 
-    indices: int64 [L, B, S, K], -1 where the router may choose by itself; None: nothing is recorded yet. The columns
-    are those of the tokens that the model was called with; the last token of a generated text is not read, so that a
+    indices: int64 [L, B, S, K], -1 where the router may choose by itself; None: nothing is recorded yet. A column
+    is a token that the model was called with; the last token of a generated text is not read, so that a
     record of it has a column less.
 
     Example:
@@ -56,8 +56,8 @@ class RouterRecord:
         model: a `GPTModel`, or a `TEModelForCausalLM`. Calls with a cache add columns behind those in the cache, and
         overwrite what was taken back from it; a call without one begins again. Rows are the calls': what
         reorders the rows of a cache (beam search) cannot be recorded. Raises ValueError for a model without experts,
-        one whose ranks share sequences, and where no call was recorded: of compiled calls only those of
-        `generate(compile=True)` are.
+        one whose ranks share sequences, and where no call was recorded: of compiled calls only the
+        calls of `generate(compile=True)` are.
         """
         gpt = _gpt(model)
         routers = routers_of(gpt)

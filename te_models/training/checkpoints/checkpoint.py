@@ -118,7 +118,7 @@ def save_checkpoint(output_dir: Path, export: Callable[[Path], None], state: Tra
 def load_state(folder: Path, device: torch.device | str = "cpu", *, share: tuple[int, int] = (0, 1)) -> TrainingState:
     """Read everything but the model from a checkpoint directory, after checking every byte of it, the model's too.
 
-    share: of the parts of a sharded checkpoint, check those of reader number `share[0]` of `share[1]`.
+    share: of the parts of a sharded checkpoint, check the ones of reader number `share[0]` of `share[1]`.
 
     Raises TrainingCheckpointError, one sentence, for a file that is not as manifest.json says, one that is missing or
     should not be there, and for values that do not fit each other. A checkpoint of version 1 has no manifest: its

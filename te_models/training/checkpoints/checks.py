@@ -35,7 +35,7 @@ VERSION = 2
 """Of training.json. Checkpoints of version 1 have no manifest."""
 
 SHARDED_VERSION = 4
-"""Of a sharded checkpoint. Those of version 3 have another index, and all digests in manifest.json."""
+"""Of a sharded checkpoint. Checkpoints of version 3 have another index, and all digests in manifest.json."""
 SHARDED_VERSIONS = (3, SHARDED_VERSION)
 
 MODEL, TENSORS, VALUES, PARTS = "model", "training.safetensors", "training.json", "parts"
@@ -65,8 +65,8 @@ def manifest_paths(folder: Path) -> dict[str, Path]:
 
 
 def check_sharded_files(folder: Path, share: tuple[int, int]) -> None:
-    """Check the files of a sharded checkpoint against its manifest, and that there are no others; of the parts those of
-    reader number `share[0]` of `share[1]`. Raises CheckpointError."""
+    """Check the files of a sharded checkpoint against its manifest, and that there are no others; of the parts only
+    the ones that reader number `share[0]` of `share[1]` checks. Raises CheckpointError."""
     from .files import digests_of, part_files, sharded_paths
 
     paths, (number, readers) = sharded_paths(folder), share

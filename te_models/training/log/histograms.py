@@ -21,7 +21,7 @@ class Histogram(NamedTuple):
 
 
 def scalars_of(row: dict[str, Any]) -> dict[str, float]:
-    """Return the numbers of a row by name. Those of each layer of experts end with its place among them
+    """Return the numbers of a row by name. Names in a layer of experts end with its place among them
     ("experts/max_load/0"); of quantized operands there is the largest amax, underflow and saturation of each role."""
     found = dict(_numbers({name: v for name, v in row.items() if name not in ("step", "expert_tokens")}, ""))
     for role, statistics in _by_role(row).items():

@@ -310,7 +310,7 @@ def test_what_is_quantized_warns_though_something_overlaps(monkeypatch: pytest.M
     names = (async_tensor_parallel.OVERLAPPED, async_tensor_parallel.ALONE, async_tensor_parallel.QUANTIZED)
     assert [counters["inductor"][name] for name in names] == [0, 1, 1]
     monkeypatch.setattr(async_tensor_parallel, "_warned", set())
-    with pytest.warns(UserWarning, match="5 of the 7 gathers .* those of layers under a recipe do not"):
+    with pytest.warns(UserWarning, match="5 of the 7 gathers .* under a recipe they do not"):
         async_tensor_parallel.warn_of_what_waits(5, 2, 1)
     async_tensor_parallel.warn_of_what_waits(5, 2, 1)  # once
     async_tensor_parallel.warn_of_what_waits(5, 2, 0)

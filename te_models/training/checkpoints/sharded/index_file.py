@@ -89,7 +89,7 @@ def read_file(folder: Path) -> CheckpointIndex:
     if not (ranks.isascii() and ranks.isdigit() and len(ranks) < 8):
         raise CheckpointError(f"{_WHERE} has ranks {quote(ranks)}; allowed: a number below 10^7")
     if any(bit_width(dtype) not in (8, 16, 32, 64) for dtype in dtypes if dtype):
-        raise CheckpointError(f"{_WHERE} has dtypes {quote(','.join(dtypes))}; allowed: those of whole bytes")
+        raise CheckpointError(f"{_WHERE} has dtypes {quote(','.join(dtypes))}; allowed: dtypes of whole bytes")
     names = _names(arrays["names"])
     cuttings = _cuttings(arrays)
     kinds, chosen = (
