@@ -76,7 +76,7 @@ def cases() -> dict[str, Case]:
     mixture = ModelConfig(
         vocab_size=257,
         hidden_size=128,
-        num_layers=4,
+        num_layers=8,
         max_position_embeddings=128,
         attention=AttentionConfig(num_attention_heads=4),
         mlp=MLPConfig(ffn_hidden_size=512),
