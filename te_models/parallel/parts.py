@@ -114,8 +114,8 @@ class ShardOfParameter(NamedTuple):
         return torch.cat([flat, flat.new_zeros(missing)]) if missing else flat
 
     def shared_with(self, tensor: Tensor, rows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield views of a tensor that is cut along its first dimension, and of `rows`, which has the part of a rank in
-        each row (`filled_up`): all whole parts, and the one that is smaller. They are as few for any number of ranks.
+        """Yield views of a tensor that is cut along its first dimension, and of `rows`, whose each row is the part of a
+        rank (`filled_up`): all whole parts, and the one that is smaller. They are as few for any number of ranks.
         """
         size, whole = tensor.shape[0], tensor.shape[0] // max(1, self.each)
         if whole:

@@ -291,7 +291,7 @@ class Only(OfOneField):
 
 @dataclass(frozen=True)
 class SameAs(OfOneField):
-    """A number that another field, `of`, has, too, which means `path`: null, absent, or the same. default: of `of`."""
+    """A number that another field, `of`, has, too; it means `path`: null, absent, or the same. default: of `of`."""
 
     of: str
     path: str

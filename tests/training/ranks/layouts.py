@@ -273,6 +273,9 @@ class Case:
         return [] if self.start is None else [Case(self.kind, self.precision, self.start)]
 
 
+LR = 1e-3
+
+
 class Runs:
     """Runs of one folder, from one TOML file for each model."""
 
@@ -292,7 +295,7 @@ class Runs:
                 "run",
                 model=ModelSource(config=MODELS[case.kind], logits_z_loss_coeff=0.1 if case.kind == "tied" else 0.0),
                 steps=self.steps,
-                optimizer=OptimizerConfig(lr=1e-3, clip_grad_norm=0.5),
+                optimizer=OptimizerConfig(lr=LR, clip_grad_norm=0.5),
                 precision=PrecisionConfig(),
                 evaluation=EvaluationConfig(every=2, batches=3),  # which no number of ranks divides
                 checkpoint=CheckpointConfig(every=2, keep_last=0),

@@ -19,7 +19,7 @@ from te_models.training.checkpoints.checkpoint import load_state
 from te_models.training.exporting import export_alone
 from tests.covering import selected
 from tests.training.processes import train_on_ranks
-from tests.training.ranks.layouts import LAYOUTS, PRECISIONS, SCHEDULES, Case, Runs
+from tests.training.ranks.layouts import LAYOUTS, LR, PRECISIONS, SCHEDULES, Case, Runs
 from tests.training.runs import assert_same_bits, curve, tensors_under, tiny_run
 
 LAST = "step-00000004/model"
@@ -184,14 +184,18 @@ def test_the_same_layout_continues_bit_for_bit(case: Case, runs: Runs) -> None:
 @pytest.mark.parametrize("case", each([Case("dense", "fp32", "zero")]))
 def test_a_shared_update_has_the_numbers_of_a_whole_one(case: Case, runs: Runs) -> None:
     """Weights after four steps, of ranks that each update a half, and of ranks that both update all: they clip by norms
-    that are added up in another order. Where nothing is clipped, bits are equal (test_reduction)."""
+    that are added up in another order. Where nothing is clipped, bits are equal (test_reduction).
+
+    AdamW moves a weight by about lr, however small its gradient is: where a gradient nearly cancels, a last bit of it
+    is more of the move. The bound is a thousandth of four such moves; a gradient of one rank alone moves most by lr."""
     whole = Case(case.kind, case.precision, "dp2")
     if not (runs.output_dir(whole) / "final").exists():
         runs.on_ranks([whole], 2)
     shared, own = (tensors_under(runs.output_dir(c) / "final") for c in (case, whole))
     assert shared.keys() == own.keys()
     for name, weight in own.items():
-        assert (shared[name] - weight).abs().max() <= 2e-7 * max(1.0, float(weight.abs().max())), name
+        distance = (shared[name] - weight).abs()
+        assert distance.max() <= 4e-3 * LR and distance.mean() <= 1e-5 * LR, name
 
 
 @pytest.mark.slow
