@@ -34,6 +34,6 @@ config = TrainConfig(
 plan = plan_run(config, ranks=2)
 assert isinstance(plan, Plan) and plan.fits
 print(plan.memory, plan.traffic["all_reduce", "dp"])
-whole, split = plan_layouts(config, 2, Hardware())
+whole, *_, split = plan_layouts(config, 2, Hardware())
 assert isinstance(whole, Plan) and isinstance(split, Refused)
 print(split.reason)  # one head is no work for two ranks
