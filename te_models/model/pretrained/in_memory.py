@@ -53,7 +53,7 @@ def to_hf(gpt: GPTModel, family: str | None, *, dequantize: bool) -> transformer
     tensors = dict(gpt.stored_tensors())
     if not _has_class(chosen.model_type):
         raise CheckpointError(_without_class(gpt, chosen.model_type))
-    config = transformers.AutoConfig.for_model(**converter.hf_config(tensors))
+    config = transformers.AutoConfig.for_model(**_with_numbers(converter.hf_config(tensors)))
     dtype = _main_dtype(tensors)  # config.json names a dtype as well, but its files may contradict it
     # transformers' other attention leaves the soft-capping of scores out
     attention = {} if gpt.config.attention.softcap is None else {"attn_implementation": "eager"}
@@ -75,6 +75,16 @@ def to_hf(gpt: GPTModel, family: str | None, *, dequantize: bool) -> transformer
             f"{', '.join((*missing, *result.unexpected_keys))}"
         )
     return model.eval()
+
+
+def _with_numbers(value: Any) -> Any:
+    """Return a value of config.json with the numbers that JSON cannot spell, which transformers writes as objects:
+    {"__float__": "Infinity"}."""
+    if isinstance(value, dict):
+        if value.keys() == {"__float__"}:
+            return float(value["__float__"])
+        return {name: _with_numbers(inner) for name, inner in value.items()}
+    return [_with_numbers(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _main_dtype(tensors: Mapping[str, torch.Tensor]) -> torch.dtype:

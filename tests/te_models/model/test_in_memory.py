@@ -34,7 +34,7 @@ def tensors_of(model: GPTModel) -> dict[str, torch.Tensor]:
     return {name: tensor.detach() for name, tensor in model.stored_tensors()}
 
 
-@pytest.mark.sentinels("gpt_oss", "deepseek_v3", "gemma2", "gpt2")
+@pytest.mark.sentinels("gpt_oss", "deepseek_v3", "gemma2", "gpt2", "mamba2")
 @pytest.mark.parametrize("case", [*CASES, *FIRST_CASES])
 @torch.no_grad()
 def test_there_and_back_for_every_family(tmp_path: Path, case: str) -> None:
