@@ -197,10 +197,9 @@ def proofs(
 ) -> tuple[list[tuple[str, str, str]], str]:
     """Return what a family makes of all moves, of other weights and of fields moved together; and what it gets wrong,
     "" for nothing. Only a refusal by name is allowed beside the same logits."""
+    tried = [(move, move.built, *outcome(family, move.built)) for move in found if move.built is not None]
     rows: list[tuple[str, str, str]] = [("as it is", *outcome(family, base))]
-    for move in found:
-        if move.built is not None:
-            rows.append((move.label, *outcome(family, move.built)))
+    rows += [(move.label, got, why) for move, _, got, why in tried]
     draw = random.Random(0)
     usable = [m for m in found if m.built is not None and not m.inert and m.name != "sizes" and m.name not in _SIZES]
     for number in range(6):
@@ -211,17 +210,16 @@ def proofs(
         together = changed_model(known, arguments, changed or {"use_cache": True}, base, seed=number + 1)
         if together.built is not None:
             rows.append((f"seed {number + 1}: {together.label}", *outcome(family, together.built, seed=number + 1)))
-    for move in found:
-        if _is_same(family, move) and move.built is not None and not reads_alike(family, move.built, known):
+    for move, built, got, _ in tried:
+        if got == SAME and not reads_alike(family, built, known):
             rows.append((f"{move.label}, without what has the class's default", WRONG, "another model is read"))
     rows += without_fields(family, known, arguments)
     wrong = [f"{label}: {why}" for label, got, why in rows if got == WRONG]
     if rows[0][1] != SAME:
         wrong.append("the base model itself is refused")
-    for move in found:
-        if move.built is not None and move.name in ("sizes", *LAYERS):
-            got, why = outcome(family, move.built)
-            wrong += [] if got == SAME else [f"{move.label}: {why}"]
+    for move, _, got, why in tried:
+        if move.name in ("sizes", *LAYERS) and got != SAME:
+            wrong.append(f"{move.label}: {why}")
     return rows, wrong[0] if wrong else ""
 
 

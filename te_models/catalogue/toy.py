@@ -68,7 +68,7 @@ def _few_layers(
 ) -> tuple[ModelConfig, Family]:
     """Return a part of a model, and the family of its text model: some say layers by a pattern that few layers do not
     fill."""
-    for number in [*range(2, whole.num_layers), whole.num_layers] if layers is None else [layers]:
+    for number in range(min(2, whole.num_layers), whole.num_layers + 1) if layers is None else [layers]:
         few = small_config(whole, choose_layers(whole, number), experts)
         with contextlib.suppress(CheckpointError):
             text = text_family(family, few)

@@ -38,10 +38,6 @@ class _Part:
     place: ShardOfParameter
     group: dist.ProcessGroup | None
 
-    def of_rank(self, rank: int) -> Tensor:
-        """Return the part of a rank: its own, fewer, or none at the end."""
-        return self.place._replace(rank=rank).of_whole(self.whole.detach())
-
 
 class SharedUpdate:
     """This rank's parts of parameters, and what makes the parameters whole after a step.
@@ -58,14 +54,12 @@ class SharedUpdate:
                 )
             group, rank, ranks = group_of(whole)
             place = ShardOfParameter(rank, ranks, 0, -(-whole.shape[0] // ranks))
-            part = _Part(whole, whole, place, group)
-            own: Any = nn.Parameter(part.of_rank(rank))
+            own: Any = nn.Parameter(place.of_whole(whole.detach()))
             own.shard_place = place
             main_grad = getattr(whole, "main_grad", None)
             if main_grad is not None:
                 own.main_grad = place.of_whole(main_grad)
-            part.own = own
-            self._parts[name] = part
+            self._parts[name] = _Part(whole, own, place, group)
         self.own: dict[str, nn.Parameter] = {name: part.own for name, part in self._parts.items()}
         self._buckets = list(self._filled())
 
