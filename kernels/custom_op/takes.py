@@ -157,9 +157,10 @@ def _compiled(
     tensors = [found["name"] for _, found in parsed if found is not None and found["dtype"] != "value"]
     written = [found["name"] for _, found in parsed if found is not None and "written" in found["flags"].split()]
     if where == "fake":
-        sure = [found["name"] for _, found in parsed if found and found["name"] in tensors and not found["none"]]
-        fixed = " and ".join(f"all(type(n) is int for n in {name}.shape)" for name in sure)
-        lines.append(f"_fixed = {fixed or True}")
+        optional = {found["name"] for _, found in parsed if found and found["none"]}
+        fixed = [f"all(type(n) is int for n in {name}.shape)" for name in tensors]
+        fixed = [f"({x} is None or {y})" if x in optional else y for x, y in zip(tensors, fixed, strict=True)]
+        lines.append(f"_fixed = {' and '.join(fixed) or True}")
     for item, found in parsed:
         if found is None:
             lines.append(f"if {'_fixed and ' * (where == 'fake')}not ({item}): return 'arguments'")
@@ -211,7 +212,8 @@ def _comparisons(found: re.Match, known: set[str], constants: dict[str, Any], wh
         raise ValueError(f"{name} has the flags {wrongs}; allowed: {allowed}")
     if found["sizes"] is not None:
         sizes = [size.strip() for size in found["sizes"].split(",") if size.strip()]
-        yield from _sizes(sizes, name, known, wrong, "_differ({}, {})" if where == "fake" else "{} != {}")
+        differ = "({0} != {1} if _fixed else _differ({0}, {1}))" if where == "fake" else "{} != {}"
+        yield from _sizes(sizes, name, known, wrong, differ)
     if where != "fake":
         if "rows" in flags:
             yield f"if {name}.stride(-1) != 1 and {name}.shape[-1] > 1: {wrong}"

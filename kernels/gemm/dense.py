@@ -76,6 +76,6 @@ class _Multiply(torch.autograd.Function):
         needs = ctx.needs_input_grad
         return (
             multiply_dense(dy, right.t()) if needs[0] else None,
-            multiply_dense(left.t(), dy) if needs[1] else None,
+            multiply_dense(dy.t(), left).t() if needs[1] else None,  # as the weight lies
             dy.sum(0, dtype=torch.float32).to(ctx.bias_dtype) if needs[2] else None,
         )

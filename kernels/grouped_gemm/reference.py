@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..gemm import gemv
 from ..gemm.cpu import in_float32
-from ..gemm.float32 import float32_product
+from ..gemm.float32 import float32_product, float32_products
 from ..gemm.reference import accumulate_product
 
 
@@ -53,13 +53,11 @@ def grouped_gemm(a: Tensor, b: Tensor, m_splits: Tensor, transpose_b: bool) -> T
     if many:
         # views of all groups by three calls: with a slice for each, a dozen rows take as long to name as to multiply
         matrices = (b.transpose(1, 2) if transpose_b else b).unbind()
-        wide = in_float32(a)
-        for g, begin, count in many:
-            left, into = a.narrow(0, begin, count), out.narrow(0, begin, count)
-            if wide:
-                float32_product(left, matrices[g], None, out.dtype, into)
-            else:
-                torch.mm(left, matrices[g], out=into)
+        if a.dtype != torch.float32 and in_float32(a):
+            float32_products(a, matrices, many, out)
+        else:
+            for g, begin, count in many:
+                torch.mm(a.narrow(0, begin, count), matrices[g], out=out.narrow(0, begin, count))
     if end < out.shape[0]:
         out[end:].zero_()
     return out

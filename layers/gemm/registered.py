@@ -165,7 +165,7 @@ def _as_torch(
         dx = multiply_dense(dy, plain_weights((weight,), dy.dtype, groups=False))
     if needs[1]:
         assert isinstance(x, Tensor)
-        dw = multiply_dense(x.t(), dy).t().contiguous().to(weight.dtype)
+        dw = multiply_dense(dy.t(), x).to(weight.dtype)
     if needs[2] and bias_dtype is not None:
         db = dy.sum(0).to(bias_dtype) if dy.dtype == torch.float32 else bias_gradient(dy, bias_dtype)
     return dx, dw, db

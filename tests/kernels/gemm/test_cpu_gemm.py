@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.testing import EagerAndRecordGraphs
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from te_models.kernels.cross_entropy import linear_cross_entropy
 from te_models.kernels.gemm import cpu, cpu_gemm, linear, linear_accumulating, matmul, set_cpu_gemm, using_cpu_gemm
@@ -66,8 +67,6 @@ CASES: dict[str, Callable[[torch.dtype], list[Tensor]]] = {
 
 def dispatched_gemms(function: Callable[[], Any]) -> set[torch.dtype]:
     """Return the dtypes of the matrices that torch multiplies while `function` runs."""
-    from torch.utils._python_dispatch import TorchDispatchMode
-
     found = set()
 
     class Watch(TorchDispatchMode):
@@ -130,6 +129,31 @@ def test_pieces_of_a_large_weight_give_the_whole(monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr("te_models.kernels.gemm.float32._CACHED", 300 * 16)
         for a, b in zip(linear_and_gradients(torch.bfloat16), whole, strict=True):
             torch.testing.assert_close(a, b, rtol=2**-7, atol=2**-5)
+
+
+def test_no_piece_in_float32_is_larger_than_four_mebibytes() -> None:
+    left, right, wanted = made(1030, 4100), made(4100, 1100, seed=3), []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            found = func(*args, **(kwargs or {}))
+            wanted.append(found.numel() if isinstance(found, Tensor) and found.dtype == torch.float32 else 0)
+            return found
+
+    for factor in (right, right.t().contiguous().t()):
+        with Watch():
+            found = float32_product(left, factor, None, torch.bfloat16)
+        torch.testing.assert_close(found, (left.float() @ right.float()).bfloat16(), rtol=2**-7, atol=2**-5)
+    assert max(wanted) <= 2**20
+
+
+def test_the_gradient_of_a_weight_lies_as_the_weight_does() -> None:
+    """Or autograd would copy it."""
+    weight = made(70, 300).requires_grad_()
+    for function in (linear, torch.compile(linear, fullgraph=True, backend="aot_eager")):
+        with using_cpu_gemm("float32"):
+            (found,) = torch.autograd.grad(function(made(33, 300), weight).sum(), weight)
+        assert found.is_contiguous()
 
 
 def test_autocast_does_not_round_up_cast_operands_again() -> None:

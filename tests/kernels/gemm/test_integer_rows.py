@@ -46,7 +46,7 @@ def stored(form: str, shape: tuple[int, ...], scale: float | None = None) -> tup
     return weight.quantizer.integer_operand(weight.fields, weight.matrix_shape), weight
 
 
-@pytest.mark.sentinels("widest-int4-dtype0", "avx2-int4 with zeros-dtype0", "widest-int8-dtype1")
+@pytest.mark.sentinels("widest-int4-dtype0", f"{INSTRUCTIONS[-1]}-int4 with zeros-dtype0", "widest-int8-dtype1")
 @pytest.mark.parametrize("dtype", (BF16, F32))
 @pytest.mark.parametrize("form", FORMS)
 def test_it_is_the_product_with_the_dequantized_weight(instructions: None, form: str, dtype: torch.dtype) -> None:
@@ -63,7 +63,9 @@ def test_it_is_the_product_with_the_dequantized_weight(instructions: None, form:
         assert gemm_counts() == {("stored_linear", "few_rows"): 5}
 
 
-@pytest.mark.sentinels("widest-None-int4-dtype0", "avx2-None-int4-dtype0", "widest-inf-int4 with zeros-dtype0")
+@pytest.mark.sentinels(
+    "widest-None-int4-dtype0", f"{INSTRUCTIONS[-1]}-None-int4-dtype0", "widest-inf-int4 with zeros-dtype0"
+)
 @pytest.mark.parametrize("dtype", (BF16, F32))
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("scale", (None, -0.37, 0.0, 3e-39, 1e35, torch.inf, torch.nan))
