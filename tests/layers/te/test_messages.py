@@ -1,7 +1,5 @@
 """Error messages name a tensor by its shape and dtype, and never print its values."""
 
-from __future__ import annotations
-
 import contextlib
 import enum
 import inspect
@@ -64,8 +62,7 @@ def test_no_message_prints_a_tensor() -> None:
     found, refused = [], 0
     for what, function, arguments in calls():
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
+            with warnings.catch_warnings(action="ignore"):
                 function(**arguments)
         except Exception as error:
             refused += 1
