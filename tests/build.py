@@ -1,7 +1,6 @@
 """What tests build: tiny models, a hypothesis strategy over their configurations, and a quantizer of each format."""
 
-from __future__ import annotations
-
+import re
 from typing import Any
 
 import torch
@@ -32,6 +31,11 @@ from te_models.layers.quantizer import HybridQuantizer, IdentityQuantizer, NVFP4
 VOCAB = 61
 
 
+def heads(groups: int | None = 2, **fields: Any) -> AttentionConfig:
+    """Attention of four heads, in two groups of keys or as many."""
+    return AttentionConfig(num_attention_heads=4, num_query_groups=groups, **fields)
+
+
 def tiny(**changes: Any) -> ModelConfig:
     """A dense model of two layers, with the named fields changed."""
     fields: dict[str, Any] = {
@@ -39,7 +43,7 @@ def tiny(**changes: Any) -> ModelConfig:
         "hidden_size": 32,
         "num_layers": 2,
         "max_position_embeddings": 64,
-        "attention": AttentionConfig(num_attention_heads=4, num_query_groups=2),
+        "attention": heads(),
         "mlp": MLPConfig(ffn_hidden_size=48),
         # Large enough that every part moves the logits.
         "init_method_std": 0.2,
@@ -82,38 +86,30 @@ VARIANTS: dict[str, ModelConfig] = {
     "norm_without_weight": tiny(norm=NormConfig(normalization="LayerNorm", has_weight=False)),
     "zero_centered": tiny(norm=NormConfig(layernorm_zero_centered_gamma=True, cast_order="weight_first")),
     "biases": tiny(
-        attention=AttentionConfig(num_attention_heads=4, add_qkv_bias=True, add_output_bias=True),
+        attention=heads(None, add_qkv_bias=True, add_output_bias=True),
         mlp=MLPConfig(ffn_hidden_size=48, bias=True),
         embedding=EmbeddingConfig(output_bias=True),
     ),
-    "qk_head": tiny(attention=AttentionConfig(num_attention_heads=4, num_query_groups=2, qk_layernorm="head")),
+    "qk_head": tiny(attention=heads(qk_layernorm="head")),
     "qk_biases_scale_by_layer": tiny(
-        attention=AttentionConfig(
-            num_attention_heads=4,
-            num_query_groups=2,
-            qk_layernorm="head",
-            qk_layernorm_bias=True,
-            softmax_scale_by_layer=True,
-        ),
+        attention=heads(qk_layernorm="head", qk_layernorm_bias=True, softmax_scale_by_layer=True),
         norm=NormConfig(normalization="LayerNorm", bias=True),
     ),
-    "qk_full": tiny(attention=AttentionConfig(num_attention_heads=4, num_query_groups=2, qk_layernorm="full")),
-    "qk_after_rope": tiny(
-        attention=AttentionConfig(num_attention_heads=4, qk_layernorm="head", qk_layernorm_after_rope=True)
-    ),
-    "window": tiny(attention=AttentionConfig(num_attention_heads=4, window_size=3)),
+    "qk_full": tiny(attention=heads(qk_layernorm="full")),
+    "qk_after_rope": tiny(attention=heads(None, qk_layernorm="head", qk_layernorm_after_rope=True)),
+    "window": tiny(attention=heads(None, window_size=3)),
     "mixed_layers": tiny(
         num_layers=3,
-        attention=AttentionConfig(num_attention_heads=4, window_size=3),
+        attention=heads(None, window_size=3),
         layer_types=("sliding", "full", "nope"),
         rope_sliding=RopeConfig(rotary_base=100.0),
     ),
     "softcaps": tiny(
-        attention=AttentionConfig(num_attention_heads=4, num_query_groups=2, softcap=2.0, softmax_scale=0.5),
+        attention=heads(softcap=2.0, softmax_scale=0.5),
         embedding=EmbeddingConfig(logits_softcap=3.0, logits_multiplier=0.5, multiplier="sqrt_hidden_in_weight_dtype"),
     ),
-    "sinks_clip": tiny(attention=AttentionConfig(num_attention_heads=4, num_query_groups=2, sinks=True, clip_qkv=1.0)),
-    "value_width": tiny(attention=AttentionConfig(num_attention_heads=4, num_query_groups=2, v_head_dim=12)),
+    "sinks_clip": tiny(attention=heads(sinks=True, clip_qkv=1.0)),
+    "value_width": tiny(attention=heads(v_head_dim=12)),
     "multipliers": tiny(residual_multiplier=0.3, embedding=EmbeddingConfig(multiplier=2.0)),
     "tied": tiny(embedding=EmbeddingConfig(share_embeddings_and_output_weights=True)),
     "learned_positions": tiny(embedding=EmbeddingConfig(position_embedding_type="learned_absolute")),
@@ -137,65 +133,37 @@ VARIANTS: dict[str, ModelConfig] = {
         RouterConfig(score="sigmoid"), moe_latent_size=24, shared_expert_intermediate_size=40
     ).replace(mlp=MLPConfig(ffn_hidden_size=48, gated=False, bias=True, activation="squared_relu")),
     "moe_sandwich": tiny_moe().replace(block="sandwich"),
-    "latent": tiny(attention=AttentionConfig(num_attention_heads=4, mla=MLAConfig(q_lora_rank=12, **LATENT))),
+    "latent": tiny(attention=heads(None, mla=MLAConfig(q_lora_rank=12, **LATENT))),
     "latent_plain_q_interleaved": tiny(
-        attention=AttentionConfig(num_attention_heads=4, mla=MLAConfig(**LATENT), add_output_bias=True),
-        rope=RopeConfig(style="interleaved"),
+        attention=heads(None, mla=MLAConfig(**LATENT), add_output_bias=True), rope=RopeConfig(style="interleaved")
     ),
-    "latent_biases_plain_q": tiny(
-        attention=AttentionConfig(num_attention_heads=4, mla=MLAConfig(**LATENT), add_qkv_bias=True)
-    ),
-    "sparse": tiny(
-        attention=AttentionConfig(
-            num_attention_heads=4, num_query_groups=2, indexer=IndexerConfig(n_heads=6, head_dim=10, topk=4)
-        )
-    ),
+    "latent_biases_plain_q": tiny(attention=heads(None, mla=MLAConfig(**LATENT), add_qkv_bias=True)),
+    "sparse": tiny(attention=heads(indexer=IndexerConfig(n_heads=6, head_dim=10, topk=4))),
     "sparse_latent": tiny(
-        attention=AttentionConfig(
-            num_attention_heads=4,
+        attention=heads(
+            None,
             mla=MLAConfig(q_lora_rank=12, **LATENT),
             indexer=IndexerConfig(n_heads=6, head_dim=10, topk=4, rotated="last", rope_style="interleaved"),
         )
     ),
     "chunked_l2_temperature": tiny(
-        attention=AttentionConfig(
-            num_attention_heads=4,
-            num_query_groups=2,
+        attention=heads(
             qk_layernorm="l2",
             chunk_size=3,
             temperature_tuning=TemperatureConfig(floor_scale=2, attn_scale=0.5, position_offset=1, layers="nope"),
         ),
         layer_types=("chunked", "nope"),
     ),
-    "gated_channels": tiny(
-        attention=AttentionConfig(
-            num_attention_heads=4, num_query_groups=2, v_head_dim=12, output_gate=True, value_scale=0.7
-        )
-    ),
-    "gated_channels_biases": tiny(
-        attention=AttentionConfig(num_attention_heads=4, add_qkv_bias=True, output_gate=True)
-    ),
+    "gated_channels": tiny(attention=heads(v_head_dim=12, output_gate=True, value_scale=0.7)),
+    "gated_channels_biases": tiny(attention=heads(None, add_qkv_bias=True, output_gate=True)),
     "gated_heads": tiny(
-        attention=AttentionConfig(
-            num_attention_heads=4,
-            num_query_groups=2,
-            qk_layernorm="head",
-            output_gate=True,
-            output_gate_by="head",
-            output_gate_activation="softplus",
-        )
+        attention=heads(qk_layernorm="head", output_gate=True, output_gate_by="head", output_gate_activation="softplus")
     ),
-    "gated_latent": tiny(
-        attention=AttentionConfig(
-            num_attention_heads=4, mla=MLAConfig(**LATENT), output_gate=True, output_gate_by="head"
-        )
-    ),
-    "keys_are_values": tiny(
-        attention=AttentionConfig(num_attention_heads=4, num_query_groups=2, qk_layernorm="head", key_is_value=True)
-    ),
+    "gated_latent": tiny(attention=heads(None, mla=MLAConfig(**LATENT), output_gate=True, output_gate_by="head")),
+    "keys_are_values": tiny(attention=heads(qk_layernorm="head", key_is_value=True)),
     "keys_of_earlier_layers": tiny(
         num_layers=4,
-        attention=AttentionConfig(num_attention_heads=4, num_query_groups=2, qk_layernorm="head", window_size=5),
+        attention=heads(qk_layernorm="head", window_size=5),
         layer_types=("sliding", "full", "sliding", "full"),
         kv_source_layers=(0, 1, 0, 1),
     ),
@@ -231,7 +199,7 @@ VARIANTS: dict[str, ModelConfig] = {
             router=RouterConfig(normed_input=True, expert_scale=True),
         ),
         layer_scalar=True,
-        attention=AttentionConfig(num_attention_heads=4, num_query_groups=2, value_layernorm=True),
+        attention=heads(value_layernorm=True),
     ),
     "alternating_updates": tiny(
         block="sandwich",
@@ -275,6 +243,30 @@ FURTHER: dict[str, ModelConfig] = {
     ),
 }
 """Models with layers that predict further tokens."""
+
+
+SIZES = {
+    "fsdp": "data_parallel_shard_size",
+    "tp": "tensor_model_parallel_size",
+    "cp": "context_parallel_size",
+    "pp": "pipeline_model_parallel_size",
+    "ep": "expert_model_parallel_size",
+    "etp": "expert_tensor_parallel_size",
+}
+FLAGS: dict[str, tuple[str, Any]] = {"sp": ("sequence_parallel", True)}
+FLAGS |= {way: ("cp_comm_type", way) for way in ("p2p", "a2a")}
+FLAGS |= {
+    schedule: ("pipeline_schedule", schedule)
+    for schedule in ("GPipe", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+}
+
+
+def parallel(layout: str) -> dict[str, Any]:
+    """The fields of ParallelConfig that the words of a layout's name stand for, such as "tp2 sp" or "pp2 GPipe"; other
+    words stand for none."""
+    words = [re.fullmatch("([a-z]+)([0-9]+)", word) or word for word in layout.split()]
+    sizes = {SIZES[word[1]]: int(word[2]) for word in words if isinstance(word, re.Match) and word[1] in SIZES}
+    return sizes | dict(FLAGS[word] for word in layout.split() if word in FLAGS)
 
 
 def token_ids(batch: int, length: int, seed: int = 0) -> torch.Tensor:

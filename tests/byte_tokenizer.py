@@ -1,7 +1,5 @@
 """A small tokenizer that any text round-trips through, as a folder of transformers has it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

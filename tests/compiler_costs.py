@@ -2,8 +2,6 @@
 empties the processor's cache to measure its guards, and collects garbage. And with room for the bytecode of all
 functions of a model, of which it keeps 128 and reads each again in every graph. Importing this module changes both."""
 
-from __future__ import annotations
-
 import functools
 import os
 

@@ -3,8 +3,6 @@
 TRITON_INTERPRET is read when triton itself is imported and when a kernel is decorated, so it has to be set before any
 test module is collected. It changes nothing else: without a GPU nothing but our kernels is written in Triton."""
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import gc
@@ -92,17 +90,6 @@ def asked_anew() -> Iterator[None]:
     fallbacks.clear()
 
 
-@pytest.fixture
-def fresh_compiler() -> Iterator[None]:
-    """A compiler that has compiled nothing and counts from zero, and leaves nothing behind."""
-    from torch._dynamo.utils import counters
-
-    torch._dynamo.reset()
-    counters.clear()
-    yield
-    torch._dynamo.reset()
-
-
 @pytest.fixture(scope="session")
 def _transformers_process() -> Iterator[list[Any]]:
     """The process that reads tokenizers with transformers, once one was started."""
@@ -120,7 +107,7 @@ def shared_tokenizer_process(_transformers_process: list[Any], monkeypatch: pyte
 
     start = tokenizer._Process
 
-    class Shared(start):  # type: ignore[misc, valid-type]
+    class Shared(start):
         def close(self) -> None:
             """The next test goes on with it."""
 
@@ -221,10 +208,22 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> Generator[None, object, object]:
+    """Every test finds a compiler that has compiled nothing and counts from zero."""
+    from torch._dynamo.utils import counters
+
     start(item, "setup")
+    if counters:
+        torch._dynamo.reset()
+        counters.clear()
     result = yield
     start(item, "call")
     return result
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_call() -> None:
+    """A test's body draws the same random numbers whatever ran before it and whatever its fixtures drew."""
+    torch.manual_seed(0)
 
 
 @pytest.hookimpl(wrapper=True, trylast=True)
@@ -233,3 +232,8 @@ def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, object, object
     result = yield
     finish(item)
     return result
+
+
+@pytest.fixture
+def fresh_compiler() -> None:
+    """What every test has."""

@@ -8,8 +8,6 @@ The choice depends on nothing but the parameters, so it is the same in every run
 `@pytest.mark.sentinels("qwen3-mxfp8", ...)` names the cells that `make test` runs, by their ids, where a person chooses
 better: the cheapest of each mechanism."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections import Counter, defaultdict

@@ -4,8 +4,6 @@ while a tensor that the package, or torch on its behalf, makes without naming a 
 A user's `torch.device("meta")` would reach the tests' own tensors and layers as well. Layers that tests build without a
 device are the tests' own: a constructor hands its `device=None` on."""
 
-from __future__ import annotations
-
 import contextlib
 import sys
 from collections.abc import Iterator

@@ -4,8 +4,6 @@ A new interpreter spends seconds on imports; a test whose claim is the process (
 ranks) needs none of that. Where the interpreter is the claim (what is imported, memory, warnings at start), use
 subprocess."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import runpy

@@ -3,8 +3,6 @@
 Printed is a factor, at least 1, for `pytest --budget`. Most of the suite's time is Python's and the compiler's, so that
 is what is measured: an interpreter that imports torch, and a loop of Python."""
 
-from __future__ import annotations
-
 import resource
 import subprocess
 import sys

@@ -5,7 +5,14 @@ from __future__ import annotations
 from types import TracebackType
 from typing import Any, Protocol
 
+from te_models.kernels.cpp_library import CompilationError
+
 _MISSING = object()
+
+
+def without_compiler(*_: object) -> Any:
+    """In place of what loads a library of C++."""
+    raise CompilationError("there is no C++ compiler")
 
 
 class Patching(Protocol):

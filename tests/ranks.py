@@ -1,7 +1,5 @@
 """Real processes that form a process group, for tests of anything distributed."""
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import faulthandler
@@ -58,7 +56,7 @@ def on_ranks(
             if failure is not None:
                 pytest.fail(str(failure), pytrace=False)
 
-        start.within = within or contextlib.nullcontext  # type: ignore[attr-defined]
+        start.within = within or contextlib.nullcontext
         return start
 
     return decorate

@@ -1,7 +1,5 @@
 """`@on_ranks`: a test's body runs on ranks, and one that fails, dies or hangs there fails here, in words."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal
