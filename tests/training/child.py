@@ -2,8 +2,6 @@
 
 Children come from the fork server, so that a test can afford several of them."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

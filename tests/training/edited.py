@@ -1,7 +1,5 @@
 """Training checkpoints that were changed by hand: files, values and tensors, with and without a manifest made anew."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

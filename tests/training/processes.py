@@ -2,8 +2,6 @@
 
 They come from the fork server."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -14,7 +12,8 @@ from contextlib import contextmanager
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from te_models.training import TrainConfig, read_metrics
+from te_models.training import TrainConfig, read_metrics, train
+from tests.build import parallel
 from tests.fork_server import CONTEXT
 from tests.ranks import free_port, run_on_ranks
 
@@ -35,6 +34,16 @@ def train_on_ranks(
     file = folder / "config.json"
     file.write_text(config.to_json())
     run_on_ranks(["-c", before + TRAIN + after, str(file)], ranks=ranks, timeout=timeout)
+
+
+def train_as_one_and_two(one: TrainConfig, folder: Path, layout: str) -> TrainConfig:
+    """Train on one rank, and on two ranks in a layout with the same batches; return the second run."""
+    train(one)
+    two = one.replace(output_dir=str(folder / "two"), parallel=one.parallel.replace(**parallel(layout)))
+    if layout not in ("tp2", "pp2"):  # each rank has data of its own
+        two = two.replace(data=two.data.replace(gradient_accumulation=1))
+    train_on_ranks(two, folder)
+    return two
 
 
 @contextmanager

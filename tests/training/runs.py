@@ -1,7 +1,6 @@
 """What the training tests share: tiny models, a data set of this Python's own source files, and exact comparison."""
 
-from __future__ import annotations
-
+import shutil
 import sysconfig
 from pathlib import Path
 from typing import Any
@@ -80,6 +79,31 @@ def curve(config: training.TrainConfig) -> list[tuple[Any, ...]]:
     rows = training.read_metrics(Path(config.output_dir) / "metrics.jsonl")
     names = ("step", "loss", "aux_loss", "lr", "grad_norm", "tokens")
     return [(*(row[name] for name in names), row.get("validation_loss")) for row in rows]
+
+
+def rows_of(config: training.TrainConfig) -> list[dict[str, Any]]:
+    """The rows of a run's metrics."""
+    return training.read_metrics(Path(config.output_dir) / "metrics.jsonl")
+
+
+def cut_after(whole: training.TrainConfig, name: str, checkpoints: int) -> training.TrainConfig:
+    """A copy of a finished run as a kill behind so many checkpoints leaves it."""
+    copy = whole.replace(output_dir=str(Path(whole.output_dir).with_name(name)))
+    shutil.copytree(whole.output_dir, copy.output_dir)
+    for later in training.list_checkpoints(Path(copy.output_dir))[checkpoints:]:
+        shutil.rmtree(later)
+    shutil.rmtree(Path(copy.output_dir) / "final")
+    return copy
+
+
+def assert_continues_as(cut: training.TrainConfig, whole: training.TrainConfig) -> None:
+    """Train to the end, and assert that every step, the result and the last checkpoint are those of another run."""
+    training.train(cut)
+    assert curve(cut) == curve(whole)
+    one, two = Path(whole.output_dir), Path(cut.output_dir)
+    assert_same_bits(tensors_under(two / "final"), tensors_under(one / "final"))
+    last = (tensors_under(training.latest_checkpoint(folder)) for folder in (two, one))
+    assert_same_bits(*last)
 
 
 def tensors_under(folder: Path) -> dict[str, torch.Tensor]:

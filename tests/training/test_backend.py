@@ -1,7 +1,5 @@
 """What computes a run is a key of its configuration: in force while it trains, and never a matter of its numbers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -20,7 +18,7 @@ def test_a_run_has_the_backend_of_its_configuration(tmp_path: Path, monkeypatch:
 
     def noted(*arguments: object) -> object:
         seen.append(backend.backend())
-        return choose(*arguments)  # type: ignore[arg-type]
+        return choose(*arguments)
 
     monkeypatch.setattr(backend.libraries, "ask", noted)
     finals = []
@@ -29,7 +27,7 @@ def test_a_run_has_the_backend_of_its_configuration(tmp_path: Path, monkeypatch:
         run = tiny_run(tmp_path, f"{setting}-{outside}", steps=1, precision=precision, backend=setting)
         backend.forget()
         seen.clear()
-        with using_backend(outside):  # type: ignore[arg-type]
+        with using_backend(outside):
             train(run)
             assert backend.backend() == outside, "the process has its own setting again"
         assert set(seen) == {outside if setting == "auto" else setting}

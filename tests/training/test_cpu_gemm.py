@@ -1,7 +1,5 @@
 """A run multiplies in one dtype on all its CPUs: chosen where it begins, recorded, and kept where it continues."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -53,7 +51,7 @@ def test_a_gemm_that_is_named_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_the_two_differ_by_rounding_alone(tmp_path: Path) -> None:
     finals = []
     for backend in ("bf16", "float32"):
-        run = tiny_run(tmp_path, backend, steps=2, precision=PrecisionConfig(dtype="bf16", cpu_gemm=backend))  # type: ignore[arg-type]
+        run = tiny_run(tmp_path, backend, steps=2, precision=PrecisionConfig(dtype="bf16", cpu_gemm=backend))
         train(run)
         finals.append(tensors_under(Path(run.output_dir) / "final"))
     assert finals[0].keys() == finals[1].keys()

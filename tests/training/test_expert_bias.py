@@ -1,7 +1,5 @@
 """Runs that balance experts by their bias: it works, it continues bit for bit, and ranks change nothing."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any
@@ -20,13 +18,12 @@ from te_models.training import (
     TrainConfig,
     latest_checkpoint,
     loop,
-    read_metrics,
     train,
 )
 from tests.training.child import run_until_killed
 from tests.training.edited import edit_values, make_version_1
 from tests.training.ranks.test_expert_ranks import train_and_resume
-from tests.training.runs import assert_same_bits, balanced_model, curve, tensors_under, tiny_run
+from tests.training.runs import assert_same_bits, balanced_model, curve, rows_of, tensors_under, tiny_run
 
 RATE = "moe_router_bias_update_rate"
 
@@ -39,7 +36,7 @@ def run_of(tmp_path: Path, name: str, rate: float, *, accumulation: int = 2, **c
 
 
 def loads(config: TrainConfig) -> list[float]:
-    return [row["max_expert_load"] for row in read_metrics(Path(config.output_dir) / "metrics.jsonl")]
+    return [row["max_expert_load"] for row in rows_of(config)]
 
 
 def biases(folder: Path) -> list[torch.Tensor]:
@@ -135,7 +132,7 @@ def test_a_skipped_step_moves_no_bias(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(loop, "train_step", step)
     monkeypatch.setattr(loop, "move_expert_bias", update)
     train(config)
-    rows = read_metrics(Path(config.output_dir) / "metrics.jsonl")
+    rows = rows_of(config)
     assert [row.get("skipped", False) for row in rows] == [True, False]
     (first, tokens, still), (second, again, moved) = seen
     assert (first, second) == (0.0, 0.01) and tokens == again == [2 * 2 * 32 * 2] * 2
@@ -159,10 +156,9 @@ def test_the_rate_is_checked_and_part_of_the_run(tmp_path: Path) -> None:
 
 def test_the_load_of_every_layer_of_experts_is_in_the_metrics(tmp_path: Path) -> None:
     config = tiny_run(tmp_path, moe=True, steps=2)
-    assert config.model.config is not None and config.model.config.moe is not None
     limited = config.model.config.replace(moe=config.model.config.moe.replace(moe_expert_capacity_factor=0.5))
     train(config.replace(model=ModelSource(config=limited)))
-    for row in read_metrics(Path(config.output_dir) / "metrics.jsonl"):
+    for row in rows_of(config):
         experts = row["experts"]
         assert all(1 <= load <= 4 for load in experts["max_load"]) and row["max_expert_load"] == max(
             experts["max_load"]
@@ -174,4 +170,4 @@ def test_the_load_of_every_layer_of_experts_is_in_the_metrics(tmp_path: Path) ->
         )
     dense = tiny_run(tmp_path, "dense", steps=1)
     train(dense)
-    assert not {"max_expert_load", "experts"} & read_metrics(Path(dense.output_dir) / "metrics.jsonl")[0].keys()
+    assert not {"max_expert_load", "experts"} & rows_of(dense)[0].keys()

@@ -1,8 +1,6 @@
 """LoRA in a run: only adapters are trained, over plain and over stored quantized weights, a run resumes bit for bit,
 and the merged model equals the base with the adapter, for every kind of layer."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -158,7 +156,7 @@ def test_what_cannot_be_is_named(tmp_path: Path) -> None:
         ({"alpha": 0}, "alpha"),
     ):
         with pytest.raises(ConfigError, match=says):
-            LoRAConfig(**changes)  # type: ignore[arg-type]
+            LoRAConfig(**changes)
     with pytest.raises(ConfigError, match=r"optimizer.ema_decay is 0.9; allowed: null with lora.rank"):
         run.replace(optimizer=run.optimizer.replace(ema_decay=0.9))
     with pytest.raises(ConfigError, match=r"optimizer.freeze is .*; allowed: none with lora.rank"):

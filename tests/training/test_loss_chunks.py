@@ -1,7 +1,5 @@
 """`model.loss_chunk_tokens`: a run whose loss is computed from few logits at a time."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

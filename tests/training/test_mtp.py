@@ -1,7 +1,5 @@
 """Runs of models with layers that predict further tokens: the metrics have their loss, and they resume bit for bit."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """What can be known is refused before weights are read, text is tokenized or anything is written."""
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Callable
@@ -18,6 +16,7 @@ from te_models.parallel import ParallelDims
 from te_models.training import preflight, run_data, setup
 from te_models.training.build import build_model, check_split_weights
 from te_models.training.preflight import check_run, check_run_layout
+from tests.compare import refused
 from tests.training.processes import as_toml
 from tests.training.runs import tiny_model, tiny_run
 
@@ -202,8 +201,7 @@ def test_absurd_numbers_are_answered_at_once(tmp_path: Path, key: str, value: st
     text = as_toml(tiny_run(tmp_path))
     assert key in text
     (tmp_path / "train.toml").write_text(text.replace(key, value))
-    with pytest.raises(ConfigError, match=sentence):
-        training.load_config(tmp_path / "train.toml")
+    refused(lambda: training.load_config(tmp_path / "train.toml"), sentence, error=ConfigError)
 
 
 @pytest.mark.parametrize(
@@ -275,8 +273,7 @@ DEEPEP = {"expert_model_parallel_size": 2, "expert_dispatch": "deepep"}
 )
 def test_runs_whose_tokens_cannot_travel_by_deep_ep(tmp_path: Path, changes: dict, sentence: str) -> None:
     values = {"precision": training.PrecisionConfig(), "parallel": training.ParallelConfig(**DEEPEP)}
-    with pytest.raises(ConfigError, match=sentence):
-        tiny_run(tmp_path, moe=True, **values | changes)
+    refused(lambda: tiny_run(tmp_path, moe=True, **values | changes), sentence, error=ConfigError)
     tiny_run(tmp_path, moe=True, **values | changes | {"parallel": training.ParallelConfig(expert_dispatch="deepep")})
 
 

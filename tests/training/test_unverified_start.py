@@ -1,7 +1,5 @@
 """`model.verify = false`: a run starts from a folder without checking its weights against manifest.json."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,50 +1,15 @@
 """Callbacks of a run on several ranks: each rank is told each event once, rows go to rank 0 alone, and what a callback
 raises on one rank ends all of them."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch.distributed as dist
 
-from te_models.training import Callback, CallbackError, EvaluationConfig, RunView, TrainConfig, latest_checkpoint, train
+from te_models.training import CallbackError, EvaluationConfig, TrainConfig, latest_checkpoint, train
 from tests.ranks import everyones, on_ranks
+from tests.training.callbacks.test_callbacks import Notes
 from tests.training.runs import tiny_run
-
-
-class Notes(Callback):
-    """Notes what it is told; fails in one event on one rank where asked."""
-
-    def __init__(self, rank: int, fail: str = "") -> None:
-        self.told: list[tuple[str, int, Any]] = []
-        self.rank, self.fail = rank, fail
-
-    def note(self, event: str, run: RunView, value: Any) -> None:
-        assert (run.rank, run.ranks) == (self.rank, 2)
-        self.told.append((event, run.step, value))
-        if event == self.fail and run.step >= 3:
-            raise RuntimeError("no more")
-
-    def on_begin(self, run: RunView) -> None:
-        self.note("on_begin", run, None)
-
-    def on_step(self, run: RunView, loss: float) -> None:
-        self.note("on_step", run, loss)
-
-    def on_evaluate(self, run: RunView, numbers: Mapping[str, float]) -> None:
-        self.note("on_evaluate", run, dict(numbers))
-
-    def on_log(self, run: RunView, row: Mapping[str, Any]) -> None:
-        self.note("on_log", run, row["loss"])
-
-    def on_save(self, run: RunView, checkpoint: Path) -> None:
-        self.note("on_save", run, checkpoint.name)
-
-    def on_end(self, run: RunView, result: Any) -> None:
-        self.note("on_end", run, result.step)
 
 
 def run_of(tmp_path: Path, name: str = "run", **parallel: int) -> TrainConfig:
@@ -66,7 +31,7 @@ LAYOUTS: dict[str, dict[str, int]] = {
 @on_ranks(2)
 def test_each_event_once_on_every_rank_and_rows_on_the_first(layout: str, tmp_path: Path) -> None:
     rank = dist.get_rank()
-    notes = [Notes(rank), Notes(rank)]
+    notes = [Notes(rank=rank, ranks=2) for _ in range(2)]
     train(run_of(tmp_path, **LAYOUTS[layout]), callbacks=notes)
     assert notes[0].told == notes[1].told
     first, second = everyones(notes[0].told)
@@ -84,17 +49,17 @@ def test_an_error_on_one_rank_ends_all_with_a_sentence(event: str, failing: int,
     """The step is saved, each rank says why it ends, and the run goes on from there."""
     rank, config = dist.get_rank(), run_of(tmp_path)
     with pytest.raises(CallbackError) as caught:
-        train(config, callbacks=[Notes(rank, event if rank == failing else "")])
+        train(config, callbacks=[Notes(event if rank == failing else "", rank=rank, ranks=2)])
     step = 4 if event == "on_end" else 3
-    said = f"the callback {__name__}:Notes failed in {event} at step {step}: RuntimeError: no more; "
+    said = f"the callback {Notes.__module__}:Notes failed in {event} at step {step}: RuntimeError: no more; "
     said = said if rank == failing else "a callback failed on another rank; "
     saved = "the run is complete: " if event == "on_end" else f"step {step} of 4 is saved in "
     assert str(caught.value).startswith(said + saved) and "\n" not in str(caught.value)
     assert isinstance(caught.value.__cause__, RuntimeError) == (rank == failing)
     saved_in = latest_checkpoint(tmp_path / "run")
-    assert saved_in is not None and saved_in.name == f"step-{step:08d}"
+    assert saved_in.name == f"step-{step:08d}"
     dist.barrier()
-    notes = Notes(rank)
+    notes = Notes(rank=rank, ranks=2)
     train(config, callbacks=[notes])
     steps = [step for event, step, _ in notes.told if event == "on_step"]
     assert steps == list(range(step + 1, 5)) and notes.told[-1][0] == "on_end"

@@ -3,8 +3,6 @@
 A run that is killed while one is written goes on from the one before; an error of the thread ends the run at its next
 step."""
 
-from __future__ import annotations
-
 import shutil
 import signal
 import threading
@@ -14,13 +12,13 @@ import pytest
 import torch
 
 from te_models.checkpoints import CheckpointError
-from te_models.training import CheckpointConfig, PrecisionConfig, TrainConfig, list_checkpoints, read_metrics, train
+from te_models.training import CheckpointConfig, PrecisionConfig, TrainConfig, list_checkpoints, train
 from te_models.training.checkpoints import checkpoint as checkpoint_module
 from te_models.training.checkpoints.background import BackgroundWriter, host_copies
 from te_models.training.checkpoints.checkpoint import load_state
 from tests.fork_server import run_python
 from tests.training.processes import TRAIN, train_on_ranks
-from tests.training.runs import assert_same_bits, curve, tensors_under, tiny_run
+from tests.training.runs import assert_same_bits, curve, rows_of, tensors_under, tiny_run
 
 ASYNC = CheckpointConfig(every=2, keep_last=0, async_save=True)
 KILLED = """
@@ -79,7 +77,7 @@ def test_an_error_ends_the_run_at_its_next_step(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(checkpoint_module, "write_tensors", full)
     with pytest.raises(CheckpointError, match="no space left on device"):
         train(config)
-    assert 2 <= len(read_metrics(Path(config.output_dir) / "metrics.jsonl")) < 60
+    assert 2 <= len(rows_of(config)) < 60
     assert list_checkpoints(Path(config.output_dir)) == []
 
 

@@ -1,7 +1,5 @@
 """A training checkpoint that is not as it was written is named in one sentence, with the one to continue from."""
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import json

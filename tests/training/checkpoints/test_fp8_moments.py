@@ -1,8 +1,6 @@
 """FP8 moments that the ranks of one layout saved are those that every other layout goes on with: the same layout bit
 for bit, others to the rounding of FP8. On four ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The index of a sharded checkpoint at numbers of ranks that no test can start: joined, written, read, followed."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

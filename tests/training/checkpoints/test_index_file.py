@@ -1,7 +1,5 @@
 """Edits of index.safetensors, digests remade: refused in one sentence, or of no effect; and who digests what."""
 
-from __future__ import annotations
-
 import json
 import random
 import shutil

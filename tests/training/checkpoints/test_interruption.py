@@ -1,7 +1,5 @@
 """SIGTERM and Ctrl-C let the step that runs finish, save, and say how to go on. Children get real signals."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal
@@ -46,7 +44,7 @@ def test_a_signal_saves_first(
         os.kill(processes[0].pid, signum)
         assert exit_codes(processes) == [code]
     rows, saved = curve(config), latest_checkpoint(Path(config.output_dir))
-    assert saved is not None and saved.name == f"step-{len(rows):08d}"
+    assert saved.name == f"step-{len(rows):08d}"
     assert before <= len(rows) <= before + 2  # the step that ran, and one that began before the signal came
     told = stderr(tmp_path).read_text()
     assert f"step {len(rows)} of {FOREVER} is saved in {saved}; continue with: te-models train {tmp_path}" in told

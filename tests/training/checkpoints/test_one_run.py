@@ -1,7 +1,5 @@
 """Two commands on one folder: the second is refused in one sentence, and takes nothing away from the first."""
 
-from __future__ import annotations
-
 import os
 import platform
 from pathlib import Path
@@ -45,7 +43,6 @@ def test_a_second_trainer_is_refused_and_a_killed_one_is_continued_at_once(
     assert [row[0] for row in rows] == list(range(1, len(rows) + 1)), "a row is missing"
     assert (folder / LOCK).exists()
     newest = latest_checkpoint(folder)
-    assert newest is not None
     train(alone.replace(steps=int(newest.name[5:]) + 1))
     assert not (folder / LOCK).exists()
 

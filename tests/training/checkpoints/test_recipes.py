@@ -1,8 +1,6 @@
 """The live state of delayed scaling, saved by the ranks of one layout, is what the ranks of another continue with: each
 expert's scales go where the expert is."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

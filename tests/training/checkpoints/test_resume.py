@@ -20,7 +20,6 @@ from te_models.training import (
     OptimizerConfig,
     PrecisionConfig,
     TrainConfig,
-    latest_checkpoint,
     list_checkpoints,
     loop,
     train,
@@ -29,7 +28,7 @@ from te_models.training.checkpoints import start
 from te_models.training.checkpoints.checkpoint import TrainingState, load_state
 from te_models.training.step import StepResult, train_step
 from tests.training.child import run_and_kill_from_outside, run_until_killed
-from tests.training.runs import assert_same_bits, curve, tensors_under, tiny_run
+from tests.training.runs import assert_continues_as, assert_same_bits, tensors_under, tiny_run
 
 
 @dataclass
@@ -42,12 +41,6 @@ class Reference:
     def run_of(self, name: str, **changes: object) -> TrainConfig:
         return self.config.replace(output_dir=str(self.folder / name), **changes)
 
-    def assert_equal(self, config: TrainConfig) -> None:
-        assert curve(config) == curve(self.config)
-        one, two = Path(self.config.output_dir), Path(config.output_dir)
-        assert_same_bits(tensors_under(two / "final"), tensors_under(one / "final"))
-        assert_same_bits(tensors_under(latest_checkpoint(two)), tensors_under(latest_checkpoint(one)))
-
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
@@ -59,17 +52,14 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
 
 @pytest.mark.slow
 def test_two_runs_are_equal(reference: Reference) -> None:
-    again = reference.run_of("again")
-    train(again)
-    reference.assert_equal(again)
+    assert_continues_as(reference.run_of("again"), reference.config)
 
 
 @pytest.mark.parametrize("step", [pytest.param(n, marks=() if n == 3 else pytest.mark.slow) for n in range(6)])
 def test_killed_before_any_step(reference: Reference, step: int) -> None:
     config = reference.run_of(f"step{step}")
     run_until_killed(config, "step", step)
-    train(config)
-    reference.assert_equal(config)
+    assert_continues_as(config, reference.config)
 
 
 @pytest.mark.slow
@@ -77,8 +67,7 @@ def test_killed_before_any_step(reference: Reference, step: int) -> None:
 def test_killed_from_outside_at_any_moment(reference: Reference, rows: int) -> None:
     config = reference.run_of(f"outside{rows}")
     run_and_kill_from_outside(config, rows)
-    train(config)
-    reference.assert_equal(config)
+    assert_continues_as(config, reference.config)
 
 
 @pytest.mark.parametrize(
@@ -92,8 +81,7 @@ def test_killed_during_a_save(reference: Reference, where: str, count: int) -> N
     run_until_killed(config, where, count)
     output_dir = Path(config.output_dir)
     assert [load_state(folder).step for folder in list_checkpoints(output_dir)]  # at least one, and all can be read
-    train(config)
-    reference.assert_equal(config)
+    assert_continues_as(config, reference.config)
     assert not list((output_dir / "checkpoints").glob(".*"))
 
 
@@ -102,8 +90,7 @@ def test_killed_twice(reference: Reference) -> None:
     config = reference.run_of("twice")
     run_until_killed(config, "step", 3)
     run_until_killed(config, "step", 2)
-    train(config)
-    reference.assert_equal(config)
+    assert_continues_as(config, reference.config)
 
 
 @pytest.mark.slow
@@ -111,8 +98,7 @@ def test_a_first_save_that_dies_leaves_a_run_that_starts_again(reference: Refere
     config = reference.run_of("first save")
     run_until_killed(config, "half a file", 0)
     assert list_checkpoints(Path(config.output_dir)) == []
-    train(config)
-    reference.assert_equal(config)
+    assert_continues_as(config, reference.config)
 
 
 @pytest.mark.slow
@@ -123,8 +109,7 @@ def test_other_precisions_resume_bitwise(tmp_path: Path, dtype: str) -> None:
     train(config)
     interrupted = config.replace(output_dir=str(tmp_path / "interrupted"))
     run_until_killed(interrupted, "step", 3)
-    train(interrupted)
-    Reference(tmp_path, config).assert_equal(interrupted)
+    assert_continues_as(interrupted, config)
 
 
 def test_a_full_disk_is_told_by_the_checkpoints_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,5 +185,4 @@ def test_what_gets_a_run_going_again_may_change(reference: Reference) -> None:
     config = config.replace(
         model=source.replace(activation_checkpointing=True), optimizer=optimizer.replace(skip_nonfinite=True)
     )
-    train(config)
-    reference.assert_equal(config)
+    assert_continues_as(config, reference.config)

@@ -1,7 +1,5 @@
 """Edits of a sharded checkpoint's index and files, digests remade: refused in one sentence, or of no effect."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools

@@ -1,7 +1,5 @@
 """`compile_mode = "block"`: one graph that all equal layers share, the same numbers as eager."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -18,11 +16,6 @@ from tests.training.runs import curve, tiny_model, tiny_run
 # this gives by replacing `warnings.showwarning` (torch/_subclasses/meta_utils.py, safe_grad), so users never see it;
 # here, where warnings are errors, it is raised before it would be shown.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-
-
-@pytest.fixture(autouse=True)
-def _fresh_compiler() -> None:
-    torch._dynamo.reset()
 
 
 @pytest.mark.slow

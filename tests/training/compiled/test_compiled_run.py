@@ -9,8 +9,6 @@ import te_models.training as training
 from tests.training.child import run_until_killed
 from tests.training.runs import assert_same_bits, curve, tensors_under, tiny_model, tiny_run
 
-pytestmark = pytest.mark.usefixtures("fresh_compiler")
-
 RECIPES = ("none", "current", "block", "mxfp8")
 
 

@@ -1,7 +1,5 @@
 """On an accelerator a step is queued whole before the host reads anything of it, and then it reads once."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Batches that grow over a run: sizes and positions of the formula, tokens in the metrics, and a bitwise resume."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

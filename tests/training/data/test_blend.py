@@ -1,8 +1,6 @@
 """Mixtures of data sets: exact shares at every position, a position that is all there is to resume from, and more
 validation sets with a loss each."""
 
-from __future__ import annotations
-
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,7 @@ from hypothesis import strategies as st
 import te_models.training as training
 from te_models.config import ConfigError
 from te_models.training.data.blend import Blend
-from tests.training.runs import TEXT, assert_same_bits, curve, tensors_under, tiny_run
+from tests.training.runs import TEXT, assert_same_bits, curve, rows_of, tensors_under, tiny_run
 
 
 def of_one_token(path: Path, token: int, count: int) -> training.Windows:
@@ -72,7 +70,7 @@ def test_a_run_on_a_blend_resumes_bit_for_bit_and_measures_each_set(tmp_path: Pa
     training.train(parts)
     assert curve(whole) == curve(parts)
     assert_same_bits(*(tensors_under(Path(run.output_dir) / "checkpoints") for run in (whole, parts)))
-    rows = training.read_metrics(Path(whole.output_dir) / "metrics.jsonl")
+    rows = rows_of(whole)
     assert list(rows[1]["validation_losses"]) == ["mail", "code"]
     assert rows[1]["validation_losses"]["mail"] != rows[1]["validation_losses"]["code"]
     assert "validation_loss" in rows[1] and "validation_losses" not in rows[0]

@@ -1,7 +1,5 @@
 """Chats in a data set: as transformers writes them, through the process that reads templates; what is said of them."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from pathlib import Path
@@ -25,7 +23,6 @@ def rows(path: Path, *chats: Any, field: str = "messages") -> Path:
 
 def parts(dataset: TokenDataset) -> list[tuple[list[int], list[int]]]:
     """The ids and marks of each document."""
-    assert dataset.loss_mask is not None
     ids, marks = dataset.tokens.tolist(), dataset.loss_mask.read(0, len(dataset)).tolist()
     return [(ids[a:b], marks[a:b]) for a, b in itertools.pairwise([0, *dataset.document_ends.tolist()])]
 

@@ -1,7 +1,5 @@
 """A run goes on with the tokens that it began with, whose ids the model has; a file that shrinks meanwhile is told."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -12,6 +10,7 @@ from te_models.training import DataError, TokenDataset, Windows, latest_checkpoi
 from te_models.training.checkpoints.checkpoint import load_state
 from te_models.training.data import digest as data_digest
 from te_models.training.step import StepResult, train_step
+from tests.compare import refused
 from tests.fork_server import CONTEXT
 from tests.training.runs import tiny_run
 
@@ -65,8 +64,7 @@ def test_a_run_does_not_continue_on_other_data(tmp_path: Path) -> None:
     assert state.data_digest == TokenDataset.open(data).checked_digest()
 
     change(data, 5, b"\x01\0")  # the same size, another content
-    with pytest.raises(DataError, match=r"tokens.bin is not what was built"):
-        train(config)
+    refused(lambda: train(config), "tokens.bin is not what was built", error=DataError)
     without_digest(data)
     with pytest.raises(
         DataError, match=r"cannot continue from step 1: .*data holds other tokens than the steps before"
@@ -105,7 +103,7 @@ def test_a_file_that_shrinks_while_training_is_told(tmp_path: Path) -> None:
     )
 
 
-def _train_while_it_shrinks(config: dict, told: str) -> None:  # type: ignore[type-arg]
+def _train_while_it_shrinks(config: dict, told: str) -> None:
     from te_models.training import TrainConfig
 
     run = TrainConfig.from_dict(config)
@@ -113,7 +111,7 @@ def _train_while_it_shrinks(config: dict, told: str) -> None:  # type: ignore[ty
     def step(*args: object, **kwargs: object) -> StepResult:
         with (Path(run.data.path) / "tokens.bin").open("r+b") as file:
             file.truncate(0)
-        return train_step(*args, **kwargs)  # type: ignore[arg-type]
+        return train_step(*args, **kwargs)
 
     loop.train_step = step
     try:
@@ -128,5 +126,4 @@ def test_what_is_no_regular_file_is_refused(tmp_path: Path) -> None:
     dataset = write_dataset(tmp_path / "a", [[[1, 2, 3]]], 100)
     (dataset.path / "tokens.bin").unlink()
     os.mkfifo(dataset.path / "tokens.bin")  # opening it would wait for ever
-    with pytest.raises(DataError, match="has 0 bytes, but 3 tokens of uint16 need 6"):
-        TokenDataset.open(dataset.path)
+    refused(lambda: TokenDataset.open(dataset.path), "has 0 bytes, but 3 tokens of uint16 need 6", error=DataError)

@@ -1,7 +1,5 @@
 """Rows in the formats of the field become documents and chats; what cannot be used is named."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -135,7 +133,7 @@ def test_options_that_do_not_go_together_are_refused() -> None:
         ({"roles": ("human=user",)}, ("text", None), "roles are given for the format text"),
     ):
         with pytest.raises(DataError, match=says):
-            DocumentOptions(**options).reading(*fields)  # type: ignore[arg-type]
+            DocumentOptions(**options).reading(*fields)
 
 
 def lines(path: Path, *rows: bytes) -> Path:
@@ -181,7 +179,7 @@ def test_a_json_file_is_a_list_of_rows_where_rows_are_wanted(tmp_path: Path) -> 
     options = DocumentOptions(format="prompt_completion")
     found = build_dataset(tmp_path / "d", [file], "bytes", options=options)
     assert documents(found) == ["ab", "cd"]
-    assert found.loss_mask is not None and found.loss_mask.read(0, 6).tolist() == [0, 1, 1] * 2
+    assert found.loss_mask.read(0, 6).tolist() == [0, 1, 1] * 2
     for content, says in (
         ("{}", "holds a dict; allowed: a list of rows"),
         ("[", "is not JSON"),

@@ -1,8 +1,6 @@
 """Tokenizing that is killed within a shard goes on behind the last row that it noted: the data set has the bytes of an
 uninterrupted one, and so has every batch of a run on it."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

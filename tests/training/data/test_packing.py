@@ -1,8 +1,6 @@
 """Windows of documents: rows of whole documents, attention, positions and loss within a document, loss masks; packed
 documents have the losses of separate rows."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 
@@ -59,14 +57,13 @@ def test_a_row_says_where_its_documents_are(tmp_path: Path) -> None:
     assert batch.position_ids.tolist() == [[0, 1, 2, 0], [0, 0, 1, 2]]
     assert batch.labels.tolist() == batch.input_ids.tolist()
     batch = Windows(dataset, 4, "all", 0.0, 0, DocumentPacking(eod_mask_loss=True)).examples(0, 2)
-    assert batch.labels is not None and batch.labels.tolist() == [[-100, 2, 3, -100], [-100, -100, 7, 8]]
+    assert batch.labels.tolist() == [[-100, 2, 3, -100], [-100, -100, 7, 8]]
     assert batch.position_ids is None and batch.documents is None
 
 
 @pytest.mark.parametrize("config", [tiny_model(), tiny_model(moe=True), balanced_model()], ids=["dense", "moe", "mla"])
 def test_packed_documents_have_the_losses_of_separate_rows(config: ModelConfig, tmp_path: Path) -> None:
     """To 1e-6 in float32, with the gradients; router losses are left out, which are of all rows together."""
-    torch.manual_seed(0)
     if config.moe is not None:
         config = config.replace(moe=config.moe.replace(aux_loss_coeff=0.0))
     model = GPTModel(config, dtype=torch.float32)
@@ -139,14 +136,13 @@ def masked(path: Path, scored: list[list[int]]) -> TokenDataset:
 def test_a_loss_mask_becomes_labels(tmp_path: Path) -> None:
     dataset = masked(tmp_path / "d", [[0, 1, 1], [1, 0, 1]])
     batch = Windows(dataset, 6, "all", 0.0, 0).examples(0, 1)
-    assert batch.labels is not None and batch.labels.tolist() == [[-100, 1, 1, 2, -100, 2]]
+    assert batch.labels.tolist() == [[-100, 1, 1, 2, -100, 2]]
     batch = Windows(dataset, 6, "all", 0.0, 0, ALL).examples(0, 1)
-    assert batch.labels is not None and batch.labels.tolist() == [[-100, 1, 1, -100, -100, 2]]
+    assert batch.labels.tolist() == [[-100, 1, 1, -100, -100, 2]]
 
 
 def test_a_step_is_the_mean_over_what_is_scored() -> None:
     """Of all micro-batches, however many predictions each has; also where one has none."""
-    torch.manual_seed(0)
     model = GPTModel(tiny_model(), dtype=torch.float32)
     f = make_loss_function(model, PrecisionConfig(dtype="fp32"), "cpu", compiled=False)
     ids = torch.randint(257, (4, 16))

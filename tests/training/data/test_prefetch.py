@@ -1,8 +1,6 @@
 """Batches that are read ahead are the batches of a run that reads none ahead, also after a resume, and an error of the
 reader is raised by the step that needs the batch."""
 
-from __future__ import annotations
-
 import threading
 import time
 from fractions import Fraction
@@ -17,6 +15,7 @@ from te_models.training.data.blend import Blend
 from te_models.training.data.prefetch import Prefetcher
 from te_models.training.data.windows import DocumentPacking, Windows
 from te_models.training.data.writer import write_dataset
+from tests.compare import refused
 
 
 def readers(folder: Path) -> list[Blend]:
@@ -67,8 +66,7 @@ def test_an_error_is_raised_by_the_step_that_needs_the_batch() -> None:
 
     with Prefetcher(read, after=lambda p: p + 1, end=5, depth=3) as ahead:
         assert [ahead.at(0), ahead.at(1)] == [0, 1]
-        with pytest.raises(DataError, match="shrank"):
-            ahead.at(2)
+        refused(lambda: ahead.at(2), "shrank", error=DataError)
 
 
 def test_without_depth_there_is_no_thread(tmp_path: Path) -> None:
@@ -76,5 +74,4 @@ def test_without_depth_there_is_no_thread(tmp_path: Path) -> None:
         assert ahead.at(0) is threading.main_thread()
     file = tmp_path / "run.toml"
     file.write_text('output_dir = "r"\nsteps = 1\n[model]\npath = "m"\n[data]\npath = "d"\nprefetch = -1\n')
-    with pytest.raises(ConfigError, match=r"\[data\] prefetch is -1; allowed: zero or a positive integer"):
-        load_config(file)
+    refused(lambda: load_config(file), "[data] prefetch is -1; allowed: zero or a positive integer", error=ConfigError)

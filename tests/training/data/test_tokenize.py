@@ -348,7 +348,6 @@ def test_a_chat_scores_what_the_assistant_wrote(template: str, tmp_path: Path) -
     import transformers
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    assert dataset.loss_mask is not None
     end = int(dataset.document_ends[0])
     ids, mask = dataset.tokens[:end], dataset.loss_mask.read(0, end).bool()
     whole = "<user>hello<end><assistant>this is<end><user>a chat<end><assistant>world<end>"

@@ -1,7 +1,5 @@
 """The validation loss is of the same windows, whatever ranks share them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

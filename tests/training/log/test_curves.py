@@ -1,7 +1,5 @@
 """Pictures show what the metrics file has: a smoothed curve over the raw one, learning rate, gradient norm, gaps."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

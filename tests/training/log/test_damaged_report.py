@@ -1,7 +1,5 @@
 """Whatever the files of a run say, the report of it is written, or one sentence names the file and what is wrong."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

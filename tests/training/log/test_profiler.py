@@ -1,7 +1,5 @@
 """[profile] writes the trace of its steps, a file of each rank that is there complete or not at all."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

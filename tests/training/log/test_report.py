@@ -1,7 +1,5 @@
 """The report of runs is one file that loads nothing and has what the folders have, several runs side by side."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

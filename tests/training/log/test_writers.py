@@ -1,7 +1,5 @@
 """Dashboards get the rows of the metrics file, each step once, also of a run that continues."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import sys
@@ -13,10 +11,10 @@ import pytest
 
 from te_models.config import ConfigError
 from te_models.extras import MissingExtraError
-from te_models.training import TrainConfig, read_metrics, train
+from te_models.training import TrainConfig, train
 from te_models.training.log.histograms import histogram, histograms_of, scalars_of
 from te_models.training.log.writers import WANDB, WandbWriter, open_writers
-from tests.training.runs import tiny_run
+from tests.training.runs import rows_of, tiny_run
 
 ROW = {
     "step": 3,
@@ -77,7 +75,7 @@ def write_steps(config: TrainConfig, finished: int, last: int) -> None:
 def test_a_run_records_the_load_of_its_experts_when_it_is_due(tmp_path: Path) -> None:
     config = run_of(tmp_path).replace(steps=2)
     train(config)
-    rows = read_metrics(Path(config.output_dir) / "metrics.jsonl")
+    rows = rows_of(config)
     assert [[sum(layer) for layer in row.get("expert_tokens", ())] for row in rows] == [[], [2 * 2 * 2 * 32] * 2]
     # micro-batches * windows * choices * tokens, of each layer
     assert [4 * max(layer) / sum(layer) for layer in rows[1]["expert_tokens"]] == rows[1]["experts"]["max_load"]

@@ -1,7 +1,5 @@
 """Gradient accumulation: sums over micro-batches and ranks are in float32, whatever the dtype of the parameters."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -120,7 +118,6 @@ def test_a_step_starts_from_zero(tmp_path: Path) -> None:
 
 def test_a_loop_of_ones_own_adds_up_in_float32_where_the_parameters_say_so() -> None:
     """As docs/training.md and docs/transformers.md tell it."""
-    torch.manual_seed(0)
     model = GPTModel(tiny_model(hidden=32), params_dtype=torch.bfloat16)
     parts = windows(MICRO_BATCHES)
 

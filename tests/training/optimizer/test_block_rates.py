@@ -1,7 +1,5 @@
 """Learning rates of the matrices that a weight joins: a step is that of the matrices as parameters of their own."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +8,12 @@ import torch
 
 from te_models.checkpoints import expected_tensors
 from te_models.checkpoints.mapping.rank_shards import joined_blocks
-from te_models.config import AttentionConfig, ConfigError
+from te_models.config import ConfigError
 from te_models.training import ModelSource, OptimizerConfig, ScheduleConfig, train
 from te_models.training.optimizer.adamw import Optimizer
 from te_models.training.trained import blocks_of
-from tests.build import VARIANTS
-from tests.training.processes import train_on_ranks
+from tests.build import VARIANTS, heads
+from tests.training.processes import train_as_one_and_two
 from tests.training.runs import balanced_model, curve, tiny_model, tiny_run
 
 ROWS = {"q": 8, "k": 4, "v": 4}
@@ -25,7 +23,6 @@ RATES = {"q": 1.0, "k": 0.5, "v": 0.0}
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_step_is_that_of_matrices_apart(kind: str, dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
     whole = torch.nn.Parameter(torch.randn(16, 12).to(dtype))
     apart = {name: torch.nn.Parameter(part.clone()) for name, part in _parts(whole.detach()).items()}
     options: dict[str, Any] = {"kind": kind, "master_weights": True, "clip_grad_norm": None}
@@ -78,7 +75,7 @@ def test_blocks_are_named_and_cover_what_they_join() -> None:
     latent = blocks_of(balanced_model(), "grouped")
     assert latent["decoder.layers.0.self_attention.linear_qkv_down.weight"] == {"q": 12, "kv": 14}
     assert latent["decoder.layers.1.mlp.experts.linear_fc1.weight"] == {"gate": 16, "up": 16}
-    gated = model.replace(attention=AttentionConfig(num_attention_heads=4, output_gate=True))
+    gated = model.replace(attention=heads(None, output_gate=True))
     gated_blocks = blocks_of(gated, "grouped")["decoder.layers.0.self_attention.linear_qkv.weight"]
     assert list(gated_blocks) == ["q", "k", "v", "gate"]
     compressed = blocks_of(VARIANTS["compressed"], "grouped")
@@ -90,24 +87,14 @@ def test_blocks_are_named_and_cover_what_they_join() -> None:
                 assert sum(tuple(joined_blocks(model, name, shape).values()) or (shape[-2],)) == shape[-2]
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        {"data_parallel_shard_size": 2},
-        pytest.param({"tensor_model_parallel_size": 2}, marks=pytest.mark.slow),
-        pytest.param({"expert_model_parallel_size": 2}, marks=pytest.mark.slow),
-    ],
-)
-@pytest.mark.parametrize("kind", ["adamw", pytest.param("muon", marks=pytest.mark.slow)])
-def test_ranks_do_what_one_rank_does(kind: str, layout: dict[str, int], tmp_path: Path) -> None:
+@pytest.mark.sentinels("adamw-fsdp2")
+@pytest.mark.parametrize("layout", ["fsdp2", "tp2", "ep2"])
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_ranks_do_what_one_rank_does(kind: str, layout: str, tmp_path: Path) -> None:
     optimizer = OptimizerConfig(kind=kind, lr=3e-3, lr_mult=("*.linear_qkv.weight.k=0.1", "*.linear_fc1.weight.up=3"))
     source = ModelSource(config=tiny_model(moe=True))
     one = tiny_run(tmp_path, "one", steps=4, optimizer=optimizer, model=source)
-    train(one)
-    two = one.replace(output_dir=str(tmp_path / "two"), parallel=one.parallel.replace(**layout))
-    if "tensor_model_parallel_size" not in layout:
-        two = two.replace(data=two.data.replace(gradient_accumulation=1))
-    train_on_ranks(two, tmp_path)
+    two = train_as_one_and_two(one, tmp_path, layout)
     for ours, theirs in zip(curve(two), curve(one), strict=True):
         assert ours[1] == pytest.approx(theirs[1], rel=1e-5)
 

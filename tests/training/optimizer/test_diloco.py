@@ -1,16 +1,14 @@
 """Local steps (DiLoCo): replicas step alone, an outer optimizer joins them, and a resumed run repeats its bits."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
 import torch
 
 from te_models.config import ConfigError
-from te_models.training import CheckpointConfig, DiLoCoConfig, ParallelConfig, TrainConfig, read_metrics, train
+from te_models.training import CheckpointConfig, DiLoCoConfig, ParallelConfig, TrainConfig, train
 from tests.training.processes import train_on_ranks
-from tests.training.runs import assert_same_bits, tensors_under, tiny_run
+from tests.training.runs import assert_same_bits, rows_of, tensors_under, tiny_run
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch is built without distributed")
 
@@ -60,7 +58,7 @@ def test_the_outer_optimizer_is_sgd_with_nesterovs_momentum(whole: tuple[TrainCo
         for weight, name in zip(weights, names, strict=True):
             torch.testing.assert_close(weight.detach(), after[name], rtol=0, atol=2e-7)
             assert torch.equal(after[name], other[name]), name
-    assert len(read_metrics(Path(config.output_dir) / "metrics.jsonl")) == 6
+    assert len(rows_of(config)) == 6
 
 
 def test_replicas_resume_bit_for_bit(whole: tuple[TrainConfig, Path]) -> None:

@@ -1,8 +1,6 @@
 """Which parameters are trained and how: multipliers and freezing by glob, Muon against torch's, float32 averages,
 skipped spikes of the gradient norm; all of it resumes bit for bit, and what a layout cannot have is refused by name."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +10,12 @@ import torch
 from te_models import GPTModel
 from te_models.config import ConfigError
 from te_models.layers import Linear, MXFP8BlockScaling, quantized_model_init
-from te_models.training import OptimizerConfig, PrecisionConfig, ScheduleConfig, TrainConfig, read_metrics, train
+from te_models.training import OptimizerConfig, PrecisionConfig, ScheduleConfig, TrainConfig, train
 from te_models.training.build import build_model, build_optimizer
 from te_models.training.optimizer.adamw import SPIKE_AFTER, Optimizer
 from te_models.training.optimizer.groups import optimizer_groups
 from te_models.training.optimizer.muon import Muon, newton_schulz
-from tests.training.runs import assert_same_bits, curve, tensors_under, tiny_model, tiny_run
+from tests.training.runs import assert_same_bits, curve, rows_of, tensors_under, tiny_model, tiny_run
 
 
 def optimizer_config(**changes: Any) -> OptimizerConfig:
@@ -77,7 +75,6 @@ def test_a_pattern_that_matches_nothing_is_refused(key: str, tmp_path: Path) -> 
 
 def test_muon_is_torch_s_on_matrices() -> None:
     """To the last bit of float32, and on a stack member by member."""
-    torch.manual_seed(0)
     for shape in ((8, 6), (6, 20)):
         ours, theirs = (torch.nn.Parameter(torch.ones(shape)) for _ in range(2))
         reference = torch.optim.Muon([theirs], lr=0.02, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
@@ -100,7 +97,7 @@ def test_muon_is_torch_s_on_matrices() -> None:
 @pytest.mark.parametrize("split", ["projections", "none"])
 def test_muon_takes_joined_projections_one_by_one(split: str, tmp_path: Path) -> None:
     """A step on a weight that joins matrices is torch's on each of them, by itself."""
-    run = tiny_run(tmp_path, moe=True, optimizer=OptimizerConfig(kind="muon", muon_split=split))  # type: ignore[arg-type]
+    run = tiny_run(tmp_path, moe=True, optimizer=OptimizerConfig(kind="muon", muon_split=split))
     model = build_model(run, "cpu", None)
     a, f = model.config.attention, model.config.moe.moe_ffn_hidden_size
     keys = a.num_query_groups * a.key_channels
@@ -225,7 +222,7 @@ def test_a_skipped_spike_is_in_the_metrics(tmp_path: Path, monkeypatch: pytest.M
     norms = iter([1.0, 5.0, 1.0])
     monkeypatch.setattr(Optimizer, "clip_gradients", lambda self: clip(self) * 0 + next(norms))
     train(run)
-    rows = read_metrics(Path(run.output_dir) / "metrics.jsonl")
+    rows = rows_of(run)
     assert [row.get("skipped", False) for row in rows] == [False, True, False]
     assert rows[1]["grad_norm"] == 5.0
 

@@ -1,7 +1,5 @@
 """QK-clip: the largest logit of each head, and weights with which it is the threshold; other heads are as they were."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +9,12 @@ import torch
 from te_models.config import AttentionConfig, ConfigError, MLAConfig, ModelConfig
 from te_models.config.mixers import Mamba2Config
 from te_models.model import GPTModel
-from te_models.training import LoRAConfig, ModelSource, OptimizerConfig, read_metrics, train
+from te_models.training import LoRAConfig, ModelSource, OptimizerConfig, train
 from te_models.training.optimizer.adamw import Optimizer
 from te_models.training.optimizer.qk_clip import QKClip, check_qk_clip
 from te_models.training.ranks.data_parallel import Ranks
-from tests.training.processes import train_on_ranks
-from tests.training.runs import curve, tiny_model, tiny_run
+from tests.training.processes import train_as_one_and_two
+from tests.training.runs import curve, rows_of, tiny_model, tiny_run
 
 LATENT = MLAConfig(q_lora_rank=12, kv_lora_rank=10, qk_head_dim=8, qk_pos_emb_head_dim=4, v_head_dim=6)
 ATTENTIONS = {
@@ -49,7 +47,6 @@ def logits_of(model: GPTModel, ids: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("name", ATTENTIONS)
 @pytest.mark.parametrize("kind", ["adamw", "schedule_free"])
 def test_a_head_that_is_too_large_has_the_threshold_afterwards(name: str, kind: str) -> None:
-    torch.manual_seed(0)
     model = GPTModel(model_with(ATTENTIONS[name]), dtype=torch.float32).train()
     ids = torch.randint(0, 257, (2, 17))
     before = logits_of(model, ids)
@@ -71,7 +68,6 @@ def test_a_head_that_is_too_large_has_the_threshold_afterwards(name: str, kind: 
 
 
 def test_values_and_other_rows_stay_as_they_are() -> None:
-    torch.manual_seed(0)
     model = GPTModel(model_with(ATTENTIONS["grouped"]), dtype=torch.float32).train()
     weight = model.decoder.layers[0].self_attention.linear_qkv.weight
     before = weight.detach().clone()
@@ -84,7 +80,6 @@ def test_values_and_other_rows_stay_as_they_are() -> None:
 
 
 def test_masters_are_scaled_and_not_rounded_twice() -> None:
-    torch.manual_seed(0)
     model = GPTModel(model_with(ATTENTIONS["grouped"]), dtype=torch.bfloat16).train()
     optimizer = Optimizer(model.named_parameters(), OptimizerConfig(master_weights=True))
     name = "decoder.layers.0.self_attention.linear_qkv.weight"
@@ -108,7 +103,7 @@ def test_a_run_tells_and_limits_its_largest_logit(tmp_path: Path) -> None:
     rows = {}
     for threshold, run in runs.items():
         train(run)
-        rows[threshold] = read_metrics(Path(run.output_dir) / "metrics.jsonl")
+        rows[threshold] = rows_of(run)
     assert all(row["clipped_heads"] == 0 for row in rows[1e9]) and rows[0.05][0]["clipped_heads"] > 0
     assert rows[0.05][0]["max_attention_logit"] == rows[1e9][0]["max_attention_logit"]
     assert rows[0.05][-1]["max_attention_logit"] < rows[1e9][-1]["max_attention_logit"]
@@ -117,22 +112,12 @@ def test_a_run_tells_and_limits_its_largest_logit(tmp_path: Path) -> None:
     assert curve(plain) == curve(runs[1e9]), "what is noted changes nothing"
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        {"data_parallel_shard_size": 2},
-        pytest.param({"tensor_model_parallel_size": 2}, marks=pytest.mark.slow),
-        pytest.param({"pipeline_model_parallel_size": 2}, marks=pytest.mark.slow),
-    ],
-)
-def test_ranks_clip_what_one_rank_clips(layout: dict[str, int], tmp_path: Path) -> None:
+@pytest.mark.sentinels("fsdp2")
+@pytest.mark.parametrize("layout", ["fsdp2", "tp2", "pp2"])
+def test_ranks_clip_what_one_rank_clips(layout: str, tmp_path: Path) -> None:
     one = clipped_run(tmp_path, "one")
-    train(one)
-    two = one.replace(output_dir=str(tmp_path / "two"), parallel=one.parallel.replace(**layout))
-    if "data_parallel_shard_size" in layout:
-        two = two.replace(data=two.data.replace(gradient_accumulation=1))
-    train_on_ranks(two, tmp_path)
-    ours, theirs = (read_metrics(Path(run.output_dir) / "metrics.jsonl") for run in (two, one))
+    two = train_as_one_and_two(one, tmp_path, layout)
+    ours, theirs = (rows_of(run) for run in (two, one))
     for left, right in zip(ours, theirs, strict=True):
         assert left["loss"] == pytest.approx(right["loss"], rel=1e-5)
         assert left["max_attention_logit"] == pytest.approx(right["max_attention_logit"], rel=1e-5)
@@ -146,7 +131,7 @@ def test_a_compiled_run_clips_what_an_eager_one_clips(recomputed: bool, tmp_path
     for compiled in (False, True):
         run = clipped_run(tmp_path, f"run{compiled}", model=model, compile=compiled)
         train(run)
-        rows.append(read_metrics(Path(run.output_dir) / "metrics.jsonl"))
+        rows.append(rows_of(run))
     for eager, compiled in zip(*rows, strict=True):
         assert compiled["max_attention_logit"] == pytest.approx(eager["max_attention_logit"], rel=1e-4)
         assert compiled["loss"] == pytest.approx(eager["loss"], rel=1e-4)

@@ -1,8 +1,5 @@
 """Schedule-free AdamW: the package's numbers, the average wherever a model is measured or written, exact resumes."""
 
-from __future__ import annotations
-
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +19,18 @@ from te_models.training import (
     train,
 )
 from te_models.training.optimizer.adamw import Optimizer
+from tests.build import parallel
 from tests.training.optimizer.test_optimizer import make, set_gradients
 from tests.training.processes import train_on_ranks
-from tests.training.runs import assert_same_bits, curve, tensors_under, tiny_model, tiny_run
+from tests.training.runs import (
+    assert_continues_as,
+    assert_same_bits,
+    curve,
+    cut_after,
+    tensors_under,
+    tiny_model,
+    tiny_run,
+)
 
 KIND: dict[str, Any] = {"kind": "schedule_free", "weight_decay": 0.1, "betas": (0.9, 0.99)}
 WARM = ScheduleConfig(kind="constant", warmup_steps=2)
@@ -87,16 +93,7 @@ def test_a_resumed_run_continues_bit_for_bit(precision: PrecisionConfig, masters
     optimizer = OptimizerConfig(lr=3e-3, master_weights=masters, **KIND)
     whole = free_run(tmp_path, precision=precision, optimizer=optimizer)
     train(whole)
-    halves = whole.replace(output_dir=str(tmp_path / "halves"))
-    shutil.copytree(whole.output_dir, halves.output_dir)
-    for later in list_checkpoints(Path(halves.output_dir))[1:]:
-        shutil.rmtree(later)
-    shutil.rmtree(Path(halves.output_dir) / "final")
-    train(halves)
-    assert curve(halves) == curve(whole)
-    one, two = Path(whole.output_dir), Path(halves.output_dir)
-    assert_same_bits(tensors_under(latest_checkpoint(two)), tensors_under(latest_checkpoint(one)))
-    assert_same_bits(tensors_under(two / "final"), tensors_under(one / "final"))
+    assert_continues_as(cut_after(whole, "halves", 1), whole)
 
 
 def test_what_is_written_is_the_average(tmp_path: Path) -> None:
@@ -110,21 +107,14 @@ def test_what_is_written_is_the_average(tmp_path: Path) -> None:
     assert not torch.equal(final[name], y)
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        {"data_parallel_shard_size": 2},
-        pytest.param({"tensor_model_parallel_size": 2}, marks=pytest.mark.slow),
-        pytest.param({"expert_model_parallel_size": 2}, marks=pytest.mark.slow),
-        pytest.param({"pipeline_model_parallel_size": 2}, marks=pytest.mark.slow),
-    ],
-)
-def test_ranks_do_what_one_rank_does_and_continue_from_it(layout: dict[str, int], tmp_path: Path) -> None:
+@pytest.mark.sentinels("fsdp2")
+@pytest.mark.parametrize("layout", ["fsdp2", "tp2", "ep2", "pp2"])
+def test_ranks_do_what_one_rank_does_and_continue_from_it(layout: str, tmp_path: Path) -> None:
     source = ModelSource(config=tiny_model(moe=True))
     one = free_run(tmp_path, "one", steps=4, model=source, evaluation=EvaluationConfig(every=1, batches=2))
     train(one)
-    two = one.replace(output_dir=str(tmp_path / "two"), parallel=one.parallel.replace(**layout))
-    if not layout.keys() & {"tensor_model_parallel_size", "pipeline_model_parallel_size"}:  # two ranks with own data
+    two = one.replace(output_dir=str(tmp_path / "two"), parallel=one.parallel.replace(**parallel(layout)))
+    if layout in ("fsdp2", "ep2"):  # two ranks with own data
         two = two.replace(data=two.data.replace(gradient_accumulation=1))
     first = list_checkpoints(Path(one.output_dir))[0]
     train_on_ranks(two.replace(steps=2), tmp_path)

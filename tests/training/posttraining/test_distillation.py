@@ -1,8 +1,6 @@
 """Distillation: the definition on the same logits, runs that come closer to a teacher and resume bit for bit, teachers
 with quantized weights, and what is refused."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

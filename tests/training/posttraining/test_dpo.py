@@ -1,8 +1,6 @@
 """Direct preference optimization: the definition on the same logits, runs that resume bit for bit with a copy or with
 adapters switched off as the reference, pairs as windows, and what is refused."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path
@@ -15,16 +13,7 @@ from torch import Tensor
 
 from te_models import GPTModel
 from te_models.config import ConfigError
-from te_models.training import (
-    DataConfig,
-    DataError,
-    LoRAConfig,
-    ModelSource,
-    ScheduleConfig,
-    TrainConfig,
-    read_metrics,
-    train,
-)
+from te_models.training import DataConfig, DataError, LoRAConfig, ModelSource, ScheduleConfig, TrainConfig, train
 from te_models.training import PosttrainingConfig as Posttraining
 from te_models.training.data.dataset import TokenDataset
 from te_models.training.data.encoder import Encoder
@@ -32,7 +21,7 @@ from te_models.training.data.formats import Document, Fields, RowError
 from te_models.training.data.pairs import Pairs
 from te_models.training.data.windows import Batch
 from te_models.training.posttraining import DPO, reference_of
-from tests.training.runs import assert_same_bits, tensors_under, tiny_model, tiny_run
+from tests.training.runs import assert_same_bits, rows_of, tensors_under, tiny_model, tiny_run
 
 NAMES = ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies")
 WORDS = ("red", "green", "blue", "yellow")
@@ -78,7 +67,6 @@ def pair_batch() -> Batch:
     ids=["sigmoid", "smoothed", "ipo"],
 )
 def test_loss_gradients_and_metrics_are_the_definition(config: Posttraining, chunk: int | None) -> None:
-    torch.manual_seed(0)
     policy, copy = (GPTModel(tiny_model(), dtype=torch.float64) for _ in range(2))
     policy.output_layer.loss_chunk_tokens = chunk
     batch = pair_batch()
@@ -134,7 +122,7 @@ def test_a_run_learns_the_pairs_and_resumes_bit_for_bit(tmp_path: Path, lora: Lo
     train(whole)
     train(parts.replace(steps=2))
     train(parts)
-    rows, others = (read_metrics(Path(run.output_dir) / "metrics.jsonl") for run in (whole, parts))
+    rows, others = (rows_of(run) for run in (whole, parts))
     kept = ("step", "loss", "tokens", "grad_norm", *NAMES)
     assert [[row.get(k) for k in kept] for row in rows] == [[row.get(k) for k in kept] for row in others]
     assert_same_bits(*(tensors_under(Path(run.output_dir) / "final") for run in (whole, parts)))
@@ -155,7 +143,7 @@ def test_a_compiled_run_computes_the_same(tmp_path: Path, lora: LoRAConfig, mode
     runs = [dpo_run(tmp_path, str(compiled), compile=compiled, **options) for compiled in (False, True)]
     for run in runs:
         train(run)
-    eager, compiled = (read_metrics(Path(run.output_dir) / "metrics.jsonl") for run in runs)
+    eager, compiled = (rows_of(run) for run in runs)
     for row, other in zip(eager, compiled, strict=True):
         assert [row[k] for k in ("loss", *NAMES)] == pytest.approx([other[k] for k in ("loss", *NAMES)], abs=1e-4)
 
@@ -181,7 +169,6 @@ def test_both_answers_of_a_chat_are_written_or_neither() -> None:
     document = Fields("preference_pairs").document("here", row)
 
     def chat(one: Document) -> list[tuple[list[int], list[int], int]]:
-        assert one.messages is not None
         answer = one.messages[-1]["content"]
         return [([1, ord(answer)], [0, 1], 0)] * (2 if answer == "c" and rewritten else 1)
 

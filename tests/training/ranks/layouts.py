@@ -5,6 +5,7 @@ A step is as many micro-batches in every layout, so that all of them take the sa
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from te_models.training import (
     PrecisionConfig,
     read_metrics,
 )
+from tests.build import SIZES, parallel
 from tests.covering import EVERYDAY
 from tests.ranks import run_on_ranks
 from tests.training.processes import as_toml
@@ -63,125 +65,56 @@ MODELS: dict[str, ModelConfig] = {
 two ranks cut "wide" between blocks of 32 rows, "uneven" and "learned" (positions) into stages of one layer and of two;
 "tied" trains with a z-loss of the logits, "ahead" predicts two further tokens, "tied ahead" one; layers of "zamba"
 share blocks, which stages have, too, and Mamba-2 has one group."""
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "one": {},
-    "dp2": {},
-    "fsdp2": {"data_parallel_shard_size": 2},
-    "tp2": {"tensor_model_parallel_size": 2},
-    "ep2": {"expert_model_parallel_size": 2},
-    "ep2 fsdp2": {"expert_model_parallel_size": 2, "data_parallel_shard_size": 2},
-    "tp2 sp": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
-    "cp2": {"context_parallel_size": 2},
-    "cp2 p2p": {"context_parallel_size": 2, "cp_comm_type": "p2p"},
-    "cp2 a2a": {"context_parallel_size": 2, "cp_comm_type": "a2a"},
-    "pp2": {"pipeline_model_parallel_size": 2},
-    "etp2": {"expert_tensor_parallel_size": 2},
-    "tp2 etp1 ep2": {
-        "tensor_model_parallel_size": 2,
-        "expert_tensor_parallel_size": 1,
-        "expert_model_parallel_size": 2,
-    },
+OF_TWO = (
+    *("one", "dp2", "fsdp2", "tp2", "ep2", "ep2 fsdp2", "tp2 sp", "cp2", "cp2 p2p", "cp2 a2a", "pp2", "etp2"),
+    "tp2 etp1 ep2",
+)
+OF_FOUR = (
+    *("fsdp4", "fsdp4 kept over 2", "hsdp 2x2", "tp2 dp2", "tp2 fsdp2", "tp2 ep2", "ep2 fsdp4", "ep2 hsdp 2x2"),
+    *("cp2 fsdp2", "cp4 p2p", "cp4 a2a", "cp2 p2p fsdp2", "pp2 cp2 a2a", "tp4", "tp4 sp", "cp2 ep2", "cp2 tp2 sp"),
+    *("tp2 ep2 fsdp2", "pp2 fsdp2", "pp2 dp2", "pp2 tp2", "pp2 cp2", "pp2 tp2 sp", "pp2 tp2 sp ZBVZeroBubble"),
+    *("pp2 cp2 Interleaved1F1B", "pp2 ep2", "ep2 etp2", "etp2 fsdp4", "tp2 sp etp1 ep2 fsdp2", "pp2 etp2", "cp2 etp2"),
+)
+LAYOUTS = {name: parallel(name) for name in (*OF_TWO, *OF_FOUR)} | {
     "fsdp4": {"data_parallel_shard_size": -1},
     "fsdp4 kept over 2": {"data_parallel_shard_size": 4, "reshard_after_forward": 2},
     "hsdp 2x2": {"data_parallel_replicate_size": 2, "data_parallel_shard_size": 2},
-    "tp2 dp2": {"tensor_model_parallel_size": 2},
-    "tp2 fsdp2": {"tensor_model_parallel_size": 2, "data_parallel_shard_size": 2},
-    "tp2 ep2": {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2},
-    "ep2 fsdp4": {"expert_model_parallel_size": 2, "data_parallel_shard_size": 4},
     "ep2 hsdp 2x2": {"expert_model_parallel_size": 2, "data_parallel_shard_size": 2},
-    "cp2 fsdp2": {"context_parallel_size": 2, "data_parallel_shard_size": 2},
-    "cp4 p2p": {"context_parallel_size": 4, "cp_comm_type": "p2p"},
-    "cp4 a2a": {"context_parallel_size": 4, "cp_comm_type": "a2a"},
-    "cp2 p2p fsdp2": {"context_parallel_size": 2, "cp_comm_type": "p2p", "data_parallel_shard_size": 2},
-    "pp2 cp2 a2a": {"pipeline_model_parallel_size": 2, "context_parallel_size": 2, "cp_comm_type": "a2a"},
-    "tp4": {"tensor_model_parallel_size": 4},
-    "tp4 sp": {"tensor_model_parallel_size": 4, "sequence_parallel": True},
-    "cp2 ep2": {"context_parallel_size": 2, "expert_model_parallel_size": 2},
-    "cp2 tp2 sp": {"context_parallel_size": 2, "tensor_model_parallel_size": 2, "sequence_parallel": True},
-    "tp2 ep2 fsdp2": {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2, "data_parallel_shard_size": 2},
-    "pp2 fsdp2": {"pipeline_model_parallel_size": 2, "data_parallel_shard_size": 2},
-    "pp2 dp2": {"pipeline_model_parallel_size": 2},
-    "pp2 tp2": {"pipeline_model_parallel_size": 2, "tensor_model_parallel_size": 2},
-    "pp2 cp2": {"pipeline_model_parallel_size": 2, "context_parallel_size": 2},
-    "pp2 tp2 sp": {"pipeline_model_parallel_size": 2, "tensor_model_parallel_size": 2, "sequence_parallel": True},
-    "pp2 tp2 sp ZBVZeroBubble": {
-        "pipeline_model_parallel_size": 2,
-        "tensor_model_parallel_size": 2,
-        "sequence_parallel": True,
-        "pipeline_schedule": "ZBVZeroBubble",
-    },
-    "pp2 cp2 Interleaved1F1B": {
-        "pipeline_model_parallel_size": 2,
-        "context_parallel_size": 2,
-        "pipeline_schedule": "Interleaved1F1B",
-    },
-    "pp2 ep2": {"pipeline_model_parallel_size": 2, "expert_model_parallel_size": 2},
-    "ep2 etp2": {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 2},
-    "etp2 fsdp4": {"expert_tensor_parallel_size": 2, "data_parallel_shard_size": 4},
-    "tp2 sp etp1 ep2 fsdp2": {
-        "tensor_model_parallel_size": 2,
-        "sequence_parallel": True,
-        "expert_tensor_parallel_size": 1,
-        "expert_model_parallel_size": 2,
-        "data_parallel_shard_size": 2,
-    },
-    "pp2 etp2": {"pipeline_model_parallel_size": 2, "expert_tensor_parallel_size": 2},
-    "cp2 etp2": {"context_parallel_size": 2, "expert_tensor_parallel_size": 2},
 }
-"""Layout -> its sizes. Those from "fsdp4" on need four ranks."""
+"""Layout -> its sizes, those of two ranks first."""
 SCHEDULES = {
-    f"pp2 {schedule}": {"pipeline_model_parallel_size": 2, "pipeline_schedule": schedule}
+    f"pp2 {schedule}": parallel(f"pp2 {schedule}")
     for schedule in ("GPipe", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 }
 """Layouts of two pipeline stages under other schedules than 1F1B; most of them have two stages a rank."""
-OPTIONS: dict[str, dict[str, Any]] = {
-    "fsdp2 offloaded": {"data_parallel_shard_size": 2, "cpu_offload": True},
-    "pp2 split": {"pipeline_model_parallel_size": 2, "pipeline_split": (3, 1)},
-    "pp2 ZBVZeroBubble balanced": {
-        "pipeline_model_parallel_size": 2,
-        "pipeline_schedule": "ZBVZeroBubble",
-        "pipeline_balance": True,
-    },
-    "ep2 beside": {"expert_model_parallel_size": 2, "moe_shared_expert_overlap": True},
-    "zero": {"use_distributed_optimizer": True},
-    "pp2 ZBVZeroBubble zero": {**SCHEDULES["pp2 ZBVZeroBubble"], "use_distributed_optimizer": True},
-    "pp2 ep2 ZBVZeroBubble zero": {
-        **SCHEDULES["pp2 ZBVZeroBubble"],
-        "expert_model_parallel_size": 2,
-        "use_distributed_optimizer": True,
-    },
-    "ep2 quantized": {"expert_model_parallel_size": 2, "expert_dispatch": "all_to_all_quantized"},
+OPTIONS = {
+    name: parallel(name) | options
+    for name, options in {
+        "fsdp2 offloaded": {"cpu_offload": True},
+        "pp2 split": {"pipeline_split": (3, 1)},
+        "pp2 ZBVZeroBubble balanced": {"pipeline_balance": True},
+        "ep2 beside": {"moe_shared_expert_overlap": True},
+        "zero": {"use_distributed_optimizer": True},
+        "pp2 ZBVZeroBubble zero": {"use_distributed_optimizer": True},
+        "pp2 ep2 ZBVZeroBubble zero": {"use_distributed_optimizer": True},
+        "ep2 quantized": {"expert_dispatch": "all_to_all_quantized"},
+    }.items()
 }
 """Layouts with options that do not go with every model, recipe and optimizer."""
-DATA_RANKS = dict.fromkeys([*SCHEDULES, "pp2 split", "pp2 ZBVZeroBubble balanced"], 1) | {
-    "one": 1,
-    "tp2": 1,
-    "tp2 sp": 1,
-    "cp2": 1,
-    "cp2 p2p": 1,
-    "cp2 a2a": 1,
-    "cp4 p2p": 1,
-    "cp4 a2a": 1,
-    "pp2 cp2 a2a": 1,
-    "tp4": 1,
-    "tp4 sp": 1,
-    "cp2 tp2 sp": 1,
-    "pp2": 1,
-    "tp2 etp1 ep2": 1,
-    "pp2 tp2": 1,
-    "pp2 cp2": 1,
-    "pp2 cp2 Interleaved1F1B": 1,
-    "pp2 tp2 sp": 1,
-    "pp2 tp2 sp ZBVZeroBubble": 1,
-    "fsdp4": 4,
-    "fsdp4 kept over 2": 4,
-    "hsdp 2x2": 4,
-    "ep2 fsdp4": 4,
-    "ep2 hsdp 2x2": 4,
-    "ep2 etp2": 4,
-    "etp2 fsdp4": 4,
-}
-"""How many ranks have data of their own; 2 where it is not said."""
+
+
+def data_ranks(layout: str) -> int:
+    """How many ranks have data of their own."""
+    sizes = (LAYOUTS | SCHEDULES | OPTIONS)[layout]
+    return ranks_of(layout) // math.prod(sizes.get(SIZES[kind], 1) for kind in ("tp", "cp", "pp"))
+
+
+def ranks_of(layout: str) -> int:
+    """How many ranks a layout is made for."""
+    shared_by_two = layout in ("pp2 ZBVZeroBubble zero", "pp2 ep2 ZBVZeroBubble zero")
+    return 1 if layout == "one" else 4 if layout in OF_FOUR or shared_by_two else 2
+
+
 PRECISIONS: dict[str, dict[str, Any]] = {
     "fp32": {"dtype": "fp32"},
     "bf16": {"dtype": "bf16"},
@@ -301,7 +234,7 @@ class Runs:
                 checkpoint=CheckpointConfig(every=2, keep_last=0),
             )
             file.write_text(as_toml(config))
-        share = str(MICRO_BATCHES // DATA_RANKS.get(case.layout, 2))
+        share = str(MICRO_BATCHES // data_ranks(case.layout))
         options = {f"parallel.{name}": size for name, size in (LAYOUTS | SCHEDULES | OPTIONS)[case.layout].items()}
         options |= {"data.gradient_accumulation": share}
         options |= {f"precision.{name}": value for name, value in PRECISIONS.get(case.precision, {}).items()}

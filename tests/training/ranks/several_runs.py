@@ -4,8 +4,6 @@ FILE is JSON: a list of {"arguments": of `te-models train`, "output_dir", "start
 ranks join one process group, as torchrun would have them do for each command; a command that fails ends the process.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys

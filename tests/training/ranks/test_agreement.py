@@ -1,7 +1,5 @@
 """Ranks with other settings, data or versions end at once, all of them, with one sentence that says what differs."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Two processes with gloo train as one does with twice the accumulation, and resume bitwise."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -22,6 +20,7 @@ from te_models.training.ranks.data_parallel import (
     mean_over_ranks,
     ranks_from_environment,
 )
+from tests.compare import refused
 from tests.ranks import run_on_ranks
 from tests.training.edited import edit_tensors, seal
 from tests.training.processes import train_on_ranks
@@ -161,10 +160,8 @@ def test_numbers_go_where_the_backend_takes_them(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch.distributed, "get_backend_config", lambda: "meta:nccl")
     for name in ("all_reduce", "all_gather"):
         monkeypatch.setattr(torch.distributed, name, send)
-    with pytest.raises(RuntimeError, match="sent from meta"):
-        mean_over_ranks(torch.zeros(2), Ranks(0, 2))
-    with pytest.raises(RuntimeError, match="sent from meta"):
-        gather_tensors({"state": torch.zeros(2)}, Ranks(0, 2))
+    refused(lambda: mean_over_ranks(torch.zeros(2), Ranks(0, 2)), "sent from meta", error=RuntimeError)
+    refused(lambda: gather_tensors({"state": torch.zeros(2)}, Ranks(0, 2)), "sent from meta", error=RuntimeError)
 
 
 def test_main_gradients_are_averaged(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,8 +188,7 @@ def test_ranks_that_see_different_checkpoints_are_refused(
 ) -> None:
     found = {"0.start": torch.tensor(first), "1.start": torch.tensor(second)}
     monkeypatch.setattr("te_models.training.checkpoints.start.gather_tensors", lambda tensors, ranks: found)
-    with pytest.raises(TrainingCheckpointError, match=message):
-        check_same_start(None, Ranks(1, 2))
+    refused(lambda: check_same_start(None, Ranks(1, 2)), message, error=TrainingCheckpointError)
 
 
 def test_a_group_that_the_caller_joined_is_used_without_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:

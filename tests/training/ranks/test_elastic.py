@@ -1,7 +1,5 @@
 """Ranks that are killed, hang or are slow: the others name them, show where they are, and go on without them."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -20,7 +18,7 @@ from te_models.training.row import STEPS, Stragglers, busy_seconds
 from tests.ranks import free_port
 from tests.training.processes import as_toml, train_on_ranks
 from tests.training.ranks.test_rank_monitor import monitors
-from tests.training.runs import assert_same_bits, tensors_under, tiny_run
+from tests.training.runs import assert_same_bits, rows_of, tensors_under, tiny_run
 
 ROOT = Path(__file__).parents[3]
 
@@ -88,7 +86,7 @@ def test_a_rank_that_computes_longer_is_in_the_metrics(tmp_path: Path) -> None:
     """All ranks take the same time, because they wait for it."""
     config = tiny_run(tmp_path, steps=4)
     train_on_ranks(config, tmp_path, before=SLOW_RANK)
-    for row in read_metrics(Path(config.output_dir) / "metrics.jsonl")[1:]:
+    for row in rows_of(config)[1:]:
         assert row["slowest_rank"] == 1 and row["compute_s_max"] - row["compute_s_min"] > 0.15
 
 
@@ -126,7 +124,7 @@ def agent(folder: Path, what: dict[str, object], *options: str, log: str = "agen
         )
 
 
-def run_of(folder: Path, **changes: object) -> tuple:  # type: ignore[type-arg]
+def run_of(folder: Path, **changes: object) -> tuple:
     config = tiny_run(folder, steps=6, checkpoint=CheckpointConfig(every=1, keep_last=0), **changes)
     config = config.replace(data=config.data.replace(gradient_accumulation=1, global_batch_size=4))
     (folder / "run.toml").write_text(as_toml(config))
@@ -143,7 +141,7 @@ def test_torchrun_starts_the_ranks_again_after_one_was_killed(tmp_path: Path) ->
     train_on_ranks(alone, tmp_path)
     found, right = (tensors_under(Path(run.output_dir) / "final") for run in (config, alone))
     assert_same_bits(found, right)
-    assert [row["step"] for row in read_metrics(Path(config.output_dir) / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
+    assert [row["step"] for row in rows_of(config)] == [1, 2, 3, 4, 5, 6]
 
 
 @pytest.mark.slow
@@ -158,7 +156,7 @@ def test_a_rank_that_hangs_ends_all_and_every_rank_shows_its_stack(tmp_path: Pat
     assert "rank 1 runs but does not take part" in told
 
 
-def starts_after_losing_a_node(config: TrainConfig, tmp_path: Path) -> list[dict]:  # type: ignore[type-arg]
+def starts_after_losing_a_node(config: TrainConfig, tmp_path: Path) -> list[dict]:
     """Run with two agents of one process each, of which the second is killed; return how the run was started."""
     options = ["--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", "3", "--rdzv-backend", "c10d"]
     options += ["--rdzv-endpoint", f"localhost:{free_port()}", "--rdzv-id", "run", "--rdzv-conf", "last_call_timeout=4"]
@@ -188,7 +186,7 @@ def test_fewer_ranks_go_on_when_a_node_is_gone(tmp_path: Path) -> None:
     config, alone = run_of(tmp_path)
     starts_after_losing_a_node(config, tmp_path)
     train(alone)
-    rows, right = (read_metrics(Path(run.output_dir) / "metrics.jsonl") for run in (config, alone))
+    rows, right = (rows_of(run) for run in (config, alone))
     assert [row["loss"] for row in rows] == pytest.approx([row["loss"] for row in right], rel=1e-5)
 
 
@@ -202,4 +200,4 @@ def test_fewer_replicas_go_on_when_a_node_is_gone(tmp_path: Path) -> None:
     train(alone.replace(resume_from=str(begun)))
     found, right = (tensors_under(Path(run.output_dir) / "final") for run in (config, alone))
     assert_same_bits(found, right)
-    assert [row["step"] for row in read_metrics(Path(config.output_dir) / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
+    assert [row["step"] for row in rows_of(config)] == [1, 2, 3, 4, 5, 6]

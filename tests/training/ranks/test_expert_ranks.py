@@ -1,7 +1,5 @@
 """Training with experts distributed over ranks equals training on one rank, and continues bit for bit."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,12 +20,11 @@ from te_models.training import (
     latest_checkpoint,
     train,
 )
-from te_models.training.metrics import read_metrics
 from te_models.training.ranks.data_parallel import Ranks
 from te_models.training.ranks.experts import ExpertRanks
 from te_models.training.ranks.reduction import reduce_gradients
 from tests.training.processes import train_on_ranks
-from tests.training.runs import assert_same_bits, curve, tensors_under, tiny_run
+from tests.training.runs import assert_same_bits, curve, rows_of, tensors_under, tiny_run
 
 JOIN = """
 import torch.distributed as dist
@@ -76,7 +73,7 @@ def test_distributed_experts_train_as_on_one_rank(ranks: int, tmp_path: Path) ->
         assert row[2] == pytest.approx(expected[2], rel=1e-5)  # router losses
         assert row[4] == pytest.approx(expected[4], rel=1e-5)  # the norm: every expert counts, and once
         assert row[4] > 0.1
-    found, expected = (read_metrics(Path(run.output_dir) / "metrics.jsonl")[0] for run in (together, alone))
+    found, expected = (rows_of(run)[0] for run in (together, alone))
     assert found["experts"] == expected["experts"]
     # what is saved is the whole model: its weights, and the moments of all experts where one rank has them
     one, two = (tensors_under(latest_checkpoint(Path(run.output_dir))) for run in (alone, together))

@@ -1,7 +1,5 @@
 """Runs in every layout, from one TOML file on real ranks, give the numbers of one rank, and continue in any other."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,7 @@ from te_models.training.checkpoints.checkpoint import load_state
 from te_models.training.exporting import export_alone
 from tests.covering import selected
 from tests.training.processes import train_on_ranks
-from tests.training.ranks.layouts import LAYOUTS, LR, PRECISIONS, SCHEDULES, Case, Runs
+from tests.training.ranks.layouts import LAYOUTS, LR, PRECISIONS, SCHEDULES, Case, Runs, ranks_of
 from tests.training.runs import assert_same_bits, curve, tensors_under, tiny_run
 
 LAST = "step-00000004/model"
@@ -397,7 +395,7 @@ def test_every_layout_trains_as_one_rank(tmp_path: Path) -> None:
     runs.on_one_rank(list(dict.fromkeys(case.reference() for case in SLOW)))
     for layout in LAYOUTS | SCHEDULES:  # one for each set of processes: the threads of process groups end with them
         if cases := [case for case in SLOW if case.layout == layout]:
-            runs.on_ranks(cases, _ranks(layout), timeout=1800)
+            runs.on_ranks(cases, ranks_of(layout), timeout=1800)
     assert [problem for case in SLOW for problem in runs.differences(case)] == []
 
 
@@ -431,10 +429,5 @@ def test_every_layout_continues_every_other(tmp_path: Path) -> None:
     after = [case for layout in layouts for b in FROM if possible(case := Case("moe", "fp32", layout, start=b))]
     for layout in layouts:
         if cases := [case for case in after if case.layout == layout]:
-            runs.on_ranks(cases, _ranks(layout), timeout=1800)
+            runs.on_ranks(cases, ranks_of(layout), timeout=1800)
     assert [problem for case in after for problem in runs.differences(case)] == []
-
-
-def _ranks(layout: str) -> int:
-    names = [*SCHEDULES, *LAYOUTS]
-    return 1 if layout == "one" else 2 if names.index(layout) < names.index("fsdp4") else 4

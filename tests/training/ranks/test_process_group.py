@@ -1,7 +1,5 @@
 """Which process group a run under torchrun joins."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

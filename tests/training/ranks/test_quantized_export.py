@@ -1,8 +1,6 @@
 """A checkpoint of any layout becomes a quantized Hugging Face folder by one command: the one that one rank's result
 becomes."""
 
-from __future__ import annotations
-
 import hashlib
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Training begins with a quantized folder in sharded layouts, as on one rank, and ends with one."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -9,11 +7,11 @@ import torch
 
 from te_models.checkpoints import open_checkpoint
 from te_models.config import ConfigError
-from te_models.training import ModelSource, ParallelConfig, PrecisionConfig, TrainConfig, read_metrics, train
+from te_models.training import ModelSource, ParallelConfig, PrecisionConfig, TrainConfig, train
 from te_models.training.build import build_model
 from te_models.training.ranks.layout import ONE_RANK
 from tests.training.processes import train_on_ranks
-from tests.training.runs import tiny_model, tiny_run
+from tests.training.runs import rows_of, tiny_model, tiny_run
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch is built without distributed")
 PRECISION = PrecisionConfig(dtype="bf16", recipe="mxfp8", quantized_weights=True)
@@ -43,7 +41,7 @@ def test_a_run_begins_with_a_quantized_folder(layout: str, begun: TrainConfig) -
     if layout == "fsdp2":
         run = run.replace(data=run.data.replace(gradient_accumulation=run.data.gradient_accumulation // 2))
     train_on_ranks(run, folder)
-    found, right = (read_metrics(Path(r.output_dir) / "metrics.jsonl")[0]["loss"] for r in (run, begun))
+    found, right = (rows_of(r)[0]["loss"] for r in (run, begun))
     assert found == pytest.approx(right, rel=1e-3)
     with open_checkpoint(Path(run.output_dir) / "final") as written, open_checkpoint(str(begun.model.path)) as read:
         assert written.formats == read.formats and written.formats

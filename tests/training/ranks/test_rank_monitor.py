@@ -1,7 +1,5 @@
 """A rank that is stopped, killed or fails ends the others, which say its number; a signal to one rank reaches all."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading
@@ -19,32 +17,27 @@ from tests.training.processes import exit_codes, stderr, training, wait_for_rows
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch is built without distributed")
 
 
-@pytest.mark.sentinels("1-9")
+@pytest.mark.sentinels("3-1-9-0.05")
 @pytest.mark.parametrize(
-    ("gone", "signum"),
-    [(1, signal.SIGSTOP), (1, signal.SIGKILL), pytest.param(0, signal.SIGSTOP, marks=pytest.mark.slow)],
+    ("ranks", "gone", "signum", "minutes"),
+    [
+        (3, 1, signal.SIGSTOP, 3 / 60),
+        (3, 1, signal.SIGKILL, 3 / 60),
+        (2, 0, signal.SIGSTOP, 3 / 60),
+        (4, 0, signal.SIGKILL, 600.0),
+        (4, 2, signal.SIGKILL, 600.0),
+    ],
 )
-def test_a_rank_that_is_gone_ends_the_others(tmp_path: Path, gone: int, signum: signal.Signals) -> None:
-    config = endless(tmp_path, distributed_timeout_minutes=3 / 60)
-    with training(config, tmp_path, ranks=3 if gone else 2) as processes:
+def test_a_rank_that_is_gone_ends_the_others(
+    tmp_path: Path, ranks: int, gone: int, signum: signal.Signals, minutes: float
+) -> None:
+    """Each says which one is gone: before a timeout of hours, and where gloo itself waits for half an hour."""
+    config = endless(tmp_path, distributed_timeout_minutes=minutes)
+    with training(config, tmp_path, ranks=ranks) as processes:
         wait_for_rows(config, 2, processes)
         os.kill(processes[gone].pid, signum)
-        left = [rank for rank in range(len(processes)) if rank != gone]
-        assert {*exit_codes([processes[rank] for rank in left], timeout=600)} == {3}  # gloo waits for half an hour
-    for rank in left:
-        assert f"rank {gone} stopped answering" in stderr(tmp_path, rank).read_text()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("gone", [0, 2])
-def test_one_of_four_that_is_killed_is_named_before_the_timeout(gone: int, tmp_path: Path) -> None:
-    """By every survivor, which ends: its timeout, of hours, is not what ends it."""
-    config = endless(tmp_path, distributed_timeout_minutes=600.0)
-    with training(config, tmp_path, ranks=4) as processes:
-        wait_for_rows(config, 2, processes)
-        os.kill(processes[gone].pid, signal.SIGKILL)
-        left = [rank for rank in range(4) if rank != gone]
-        assert exit_codes([processes[rank] for rank in left], timeout=600) == [3, 3, 3]
+        left = [rank for rank in range(ranks) if rank != gone]
+        assert {*exit_codes([processes[rank] for rank in left], timeout=600)} == {3}
     for rank in left:
         assert f"LostRankError: rank {gone} stopped answering" in stderr(tmp_path, rank).read_text()
 
@@ -74,14 +67,14 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_step(tmp_path: Path) -> None
     assert "is saved" not in stderr(tmp_path, 1).read_text()
 
 
-def monitors(count: int, timeout: float) -> list:  # type: ignore[type-arg]
+def monitors(count: int, timeout: float) -> list:
     """So many ranks' monitors on one store, all in this process."""
     from te_models.training.ranks.monitor import RankMonitor
 
     store, made = torch.distributed.HashStore(), [None] * count
 
     def make(rank: int) -> None:
-        made[rank] = RankMonitor(store, rank, count, timeout)  # type: ignore[call-overload]
+        made[rank] = RankMonitor(store, rank, count, timeout)
 
     threads = [threading.Thread(target=make, args=(rank,)) for rank in range(count)]
     for thread in threads:

@@ -1,7 +1,5 @@
 """Gradients are reduced once a step, in buckets while the backward pass runs, and are the same."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -9,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from te_models.config import ConfigError
 from te_models.parallel.parts import ShardOfParameter
@@ -18,6 +15,7 @@ from te_models.training import ParallelConfig, train
 from te_models.training.optimizer.zero import SharedUpdate
 from te_models.training.ranks import buckets, reduction
 from te_models.training.ranks.buckets import Bucket, InOrder, ScatteredBucket, filled
+from tests.compare import Operations
 from tests.ranks import on_ranks
 from tests.training.runs import assert_same_bits, curve, tensors_under, tiny_run
 
@@ -175,19 +173,9 @@ def test_ranks_that_share_an_update_receive_their_own_sums(
         ),
     ],
 )
-def test_what_cannot_be_is_refused(options: dict, message: str) -> None:  # type: ignore[type-arg]
+def test_what_cannot_be_is_refused(options: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=f"parallel.reduce_gradients is .*{message}"):
         ParallelConfig(**options)
-
-
-class Operations(TorchDispatchMode):
-    """Counts operations."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += 1
-        return func(*args, **(kwargs or {}))
 
 
 def test_a_shared_update_has_as_many_operations_for_any_number_of_ranks() -> None:
@@ -208,7 +196,7 @@ def test_a_shared_update_has_as_many_operations_for_any_number_of_ranks() -> Non
                 assert memory.peak - held == (ranks + 1) * part
                 bucket.finish()
                 update.gather()
-            counts.add(operations.count)
+            counts.add(len(operations.found))
     assert len(counts) == 1
 
 

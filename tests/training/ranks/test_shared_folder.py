@@ -1,7 +1,5 @@
 """A folder that ranks do not share is found before anything is built."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from tests.ranks import run_on_ranks

@@ -1,14 +1,11 @@
 """The metrics have the extremes of the ranks: who waits for data, who is slow, who takes the most memory."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
 
-from te_models.training import read_metrics
 from tests.training.processes import train_on_ranks
-from tests.training.runs import tiny_run
+from tests.training.runs import rows_of, tiny_run
 
 UNEVEN = """
 import os, time
@@ -30,6 +27,6 @@ def test_the_extremes_of_two_ranks(tmp_path: Path) -> None:
     config = tiny_run(tmp_path, steps=2)
     config = config.replace(data=config.data.replace(prefetch=0))  # which would hide the wait
     train_on_ranks(config, tmp_path, before=UNEVEN, after="print(len(kept or ''))")
-    for row in read_metrics(Path(config.output_dir) / "metrics.jsonl"):
+    for row in rows_of(config):
         assert row["data_s"] == row["step_s_min"] == pytest.approx(0.4), "two micro-batches"
         assert row["step_s_max"] == pytest.approx(0.9) and row["peak_memory"] > 500 << 20

@@ -1,7 +1,5 @@
 """Quantization-aware training: an exported folder has exactly the weights that the last forward pass used."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +13,10 @@ from te_models.checkpoints.tools.quantize import quantizer_named
 from te_models.cli.main import main
 from te_models.config import AttentionConfig, ConfigError
 from te_models.model import GPTModel
-from te_models.training import EvaluationConfig, LoRAConfig, ModelSource, PrecisionConfig, loop, read_metrics, train
+from te_models.training import EvaluationConfig, LoRAConfig, ModelSource, PrecisionConfig, loop, train
 from te_models.training.precision import rounded_weight
-from tests.training.processes import train_on_ranks
-from tests.training.runs import curve, tiny_model, tiny_run
+from tests.training.processes import train_as_one_and_two
+from tests.training.runs import curve, rows_of, tiny_model, tiny_run
 
 FORMATS = ("current", "block", "mxfp8", "nvfp4", "mxfp4", "int4", "int8")
 PLACES = [
@@ -84,7 +82,7 @@ def test_gradients_go_straight_through(tmp_path: Path) -> None:
     train(run)
     plain = run.replace(output_dir=str(tmp_path / "plain"), precision=PrecisionConfig())
     train(plain)
-    (ours,), (theirs,) = (read_metrics(Path(r.output_dir) / "metrics.jsonl") for r in (run, plain))
+    (ours,), (theirs,) = (rows_of(r) for r in (run, plain))
     assert ours["loss"] != theirs["loss"]
     first, second = (GPTModel.from_pretrained(Path(r.output_dir) / "final").state_dict() for r in (run, plain))
     name = "decoder.layers.0.mlp.linear_fc1.weight"
@@ -99,33 +97,21 @@ def test_rounded_inputs_change_the_pass_as_the_recipe_does(qat: str, tmp_path: P
     for activations in (False, True):
         run = qat_run(tmp_path, qat, f"run{activations}", activations=activations)
         train(run)
-        losses[activations] = [row["loss"] for row in read_metrics(Path(run.output_dir) / "metrics.jsonl")]
+        losses[activations] = [row["loss"] for row in rows_of(run)]
     assert losses[False] != losses[True]
 
 
-@pytest.mark.parametrize(
-    "layout, moe",
-    [
-        ({"data_parallel_shard_size": 2}, True),
-        pytest.param({"tensor_model_parallel_size": 2}, True, marks=pytest.mark.slow),
-        pytest.param({"expert_model_parallel_size": 2}, True, marks=pytest.mark.slow),
-        pytest.param({"pipeline_model_parallel_size": 2}, False, marks=pytest.mark.slow),
-    ],
-)
-def test_ranks_round_what_one_rank_rounds(layout: dict[str, int], moe: bool, tmp_path: Path) -> None:
+@pytest.mark.sentinels("fsdp2-True")
+@pytest.mark.parametrize(("layout", "moe"), [("fsdp2", True), ("tp2", True), ("ep2", True), ("pp2", False)])
+def test_ranks_round_what_one_rank_rounds(layout: str, moe: bool, tmp_path: Path) -> None:
     one = qat_run(tmp_path, "current", "one", model=ModelSource(config=tiny_model(moe=moe)))
     one = one.replace(precision=one.precision.replace(dtype="fp32"))
-    train(one)
-    two = one.replace(output_dir=str(tmp_path / "two"), parallel=one.parallel.replace(**layout))
-    if "data_parallel_shard_size" in layout or "expert_model_parallel_size" in layout:
-        two = two.replace(data=two.data.replace(gradient_accumulation=1))
-    train_on_ranks(two, tmp_path)
+    two = train_as_one_and_two(one, tmp_path, layout)
     for ours, theirs in zip(curve(two), curve(one), strict=True):
         assert ours[1] == pytest.approx(theirs[1], rel=1e-5)
 
 
 def test_experts_have_scales_of_their_own() -> None:
-    torch.manual_seed(0)
     stack = torch.randn(3, 32, 64) * torch.tensor([1.0, 10.0, 100.0])[:, None, None]
     for name in FORMATS:
         apart = torch.stack([rounded_weight(matrix, quantizer_named(name)) for matrix in stack])

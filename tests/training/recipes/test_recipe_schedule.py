@@ -1,8 +1,5 @@
 """Recipes that change during a run: they switch at their step, resume bit for bit and compile once each."""
 
-from __future__ import annotations
-
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +15,14 @@ from te_models.training import (
     ModelSource,
     PrecisionConfig,
     ScheduleConfig,
-    latest_checkpoint,
-    list_checkpoints,
     load_config,
-    read_metrics,
     train,
 )
 from te_models.training.config.precision import RecipePhase
 from te_models.training.log.report import RunRecord, charts
 from te_models.training.precision import RecipeSchedule
-from tests.training.processes import train_on_ranks
-from tests.training.runs import assert_same_bits, curve, tensors_under, tiny_model, tiny_run
+from tests.training.processes import train_as_one_and_two
+from tests.training.runs import assert_continues_as, cut_after, rows_of, tiny_model, tiny_run
 
 ONE_LAYER = ModelSource(config=tiny_model(layers=1))
 WARM_UP = PrecisionConfig(  # bf16, then two recipes with state, the last steps with a forward pass in high precision
@@ -53,39 +47,13 @@ def scheduled(tmp_path: Path, name: str = "whole", **changes: Any) -> Any:
     return tiny_run(tmp_path, name, **(values | changes))
 
 
-def rows_of(config: Any) -> list[dict[str, Any]]:
-    return read_metrics(Path(config.output_dir) / "metrics.jsonl")
-
-
-def cut_after(whole: Any, name: str, step: int) -> Any:
-    """A copy of a finished run as a kill after `step` steps leaves it."""
-    copy = whole.replace(output_dir=str(Path(whole.output_dir).with_name(name)))
-    shutil.copytree(whole.output_dir, copy.output_dir)
-    for later in list_checkpoints(Path(copy.output_dir))[step:]:
-        shutil.rmtree(later)
-    shutil.rmtree(Path(copy.output_dir) / "final")
-    return copy
-
-
 def test_a_run_continues_bit_for_bit_before_at_and_after_each_switch(tmp_path: Path) -> None:
     whole = scheduled(tmp_path)
     train(whole)
-    assert [row["recipe"] for row in rows_of(whole)] == [
-        "none",
-        "delayed",
-        "nvfp4",
-        "nvfp4",
-        "none (forward)",
-        "delayed",
-    ]
-    one = Path(whole.output_dir)
+    recipes = ["none", "delayed", "nvfp4", "nvfp4", "none (forward)", "delayed"]
+    assert [row["recipe"] for row in rows_of(whole)] == recipes
     for step in range(1, 6):
-        cut = cut_after(whole, f"cut{step}", step)
-        train(cut)
-        assert curve(cut) == curve(whole), step
-        two = Path(cut.output_dir)
-        assert_same_bits(tensors_under(latest_checkpoint(two)), tensors_under(latest_checkpoint(one)))
-        assert_same_bits(tensors_under(two / "final"), tensors_under(one / "final"))
+        assert_continues_as(cut_after(whole, f"cut{step}", step), whole)
 
 
 def test_a_step_computes_what_a_run_under_its_recipe_alone_computes(tmp_path: Path) -> None:
@@ -110,19 +78,13 @@ def test_the_switch_is_shown(tmp_path: Path, capfd: pytest.CaptureFixture[str]) 
     assert (Path(run.output_dir) / "loss.png").exists()
 
 
-@pytest.mark.parametrize(
-    "layout", ["data_parallel_shard_size", pytest.param("pipeline_model_parallel_size", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("layout", ["fsdp2", pytest.param("pp2", marks=pytest.mark.slow)])
 def test_ranks_switch_together(layout: str, tmp_path: Path) -> None:
     """Two stages, or two shards, follow the curve of one rank."""
     phases = (RecipePhase(from_step=2, recipe="mxfp8"), RecipePhase(from_step=3, recipe="none", passes="forward"))
     precision = PrecisionConfig(dtype="fp32", schedule=phases)
     one = scheduled(tmp_path, "one", steps=4, precision=precision, model=ModelSource(config=tiny_model()))
-    train(one)
-    two = one.replace(output_dir=str(tmp_path / "two"), parallel=one.parallel.replace(**{layout: 2}))
-    if layout == "data_parallel_shard_size":
-        two = two.replace(data=two.data.replace(gradient_accumulation=1))
-    train_on_ranks(two, tmp_path)
+    two = train_as_one_and_two(one, tmp_path, layout)
     assert [row["recipe"] for row in rows_of(two)] == ["none", "mxfp8", "none (forward)", "none (forward)"]
     for ours, theirs in zip(rows_of(two), rows_of(one), strict=True):
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=2e-5)
@@ -132,14 +94,11 @@ def test_ranks_switch_together(layout: str, tmp_path: Path) -> None:
 def test_each_recipe_is_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # what Dynamo makes, and not what Inductor makes of it, is counted here
     monkeypatch.setattr("te_models.training.step.backend_for", lambda model: "aot_eager")
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
     phases = (RecipePhase(from_step=3, recipe="mxfp8"), RecipePhase(from_step=5, recipe="none", passes="forward"))
     run = scheduled(tmp_path, compile=True, precision=PrecisionConfig(schedule=phases))
     run = run.replace(data=run.data.replace(validation_fraction=0.0), checkpoint=CheckpointConfig(every=0))
     train(run)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 3
-    torch._dynamo.reset()
 
 
 def test_what_comes_later_may_change_and_what_has_been_may_not(tmp_path: Path) -> None:

@@ -1,8 +1,5 @@
 """Recipes in training: their state survives a resume bit for bit, layers are chosen by name, statistics are written."""
 
-from __future__ import annotations
-
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,21 +9,12 @@ import torch
 from te_models.config import ConfigError
 from te_models.layers import DelayedScaling, Float8BlockScaling, MXFP8BlockScaling, PerModuleRecipe
 from te_models.layers.gemm.scaling import record_statistics
-from te_models.training import (
-    EvaluationConfig,
-    LogConfig,
-    ModelSource,
-    PrecisionConfig,
-    latest_checkpoint,
-    list_checkpoints,
-    read_metrics,
-    train,
-)
+from te_models.training import EvaluationConfig, LogConfig, ModelSource, PrecisionConfig, latest_checkpoint, train
 from te_models.training.checkpoints.checkpoint import load_state
 from te_models.training.metrics import finite
 from te_models.training.precision import build_recipe
 from tests.layers.matrix_recipes import DEVICES
-from tests.training.runs import assert_same_bits, curve, tensors_under, tiny_model, tiny_run
+from tests.training.runs import assert_continues_as, curve, cut_after, rows_of, tiny_model, tiny_run
 
 ONE_LAYER = ModelSource(config=tiny_model(layers=1))
 
@@ -39,18 +27,10 @@ def test_a_resumed_run_continues_bit_for_bit(name: str, moe: bool, device: str, 
     precision = PrecisionConfig(dtype="fp32", recipe=name, cache_weights=True)
     whole = tiny_run(tmp_path, "whole", moe=moe, steps=4, precision=precision, device=device)
     train(whole)
-    halves = whole.replace(output_dir=str(tmp_path / "halves"))
-    shutil.copytree(whole.output_dir, halves.output_dir)
-    for later in list_checkpoints(Path(halves.output_dir))[1:]:
-        shutil.rmtree(later)
-    shutil.rmtree(Path(halves.output_dir) / "final")
+    halves = cut_after(whole, "halves", 1)
     assert latest_checkpoint(Path(halves.output_dir)).name.endswith("2")
-    train(halves)
-    assert curve(halves) == curve(whole)
-    one, two = Path(whole.output_dir), Path(halves.output_dir)
-    assert_same_bits(tensors_under(two / "final"), tensors_under(one / "final"))
-    assert_same_bits(tensors_under(latest_checkpoint(two)), tensors_under(latest_checkpoint(one)))
-    state = load_state(latest_checkpoint(two)).tensors
+    assert_continues_as(halves, whole)
+    state = load_state(latest_checkpoint(Path(halves.output_dir))).tensors
     kept = {key.rpartition(".")[2] for key in state if key.startswith("recipe.0.")}
     assert kept >= ({"fp8_scale", "fp8_history"} if name == "delayed" else {"fp8_rng_state"})
 
@@ -71,7 +51,7 @@ def test_statistics_reach_the_metrics(tmp_path: Path) -> None:
         log=LogConfig(progress=False, statistics_every=2),
     )
     train(config)
-    rows = read_metrics(Path(config.output_dir) / "metrics.jsonl")
+    rows = rows_of(config)
     assert ["quantization" in row for row in rows] == [False, True, True]
     found = rows[1]["quantization"]
     layers = {"self_attention.linear_qkv", "mlp.linear_fc1", "mlp.linear_fc2"}
@@ -94,7 +74,7 @@ def test_statistics_are_of_the_training_data(tmp_path: Path) -> None:
             log=LogConfig(progress=False, statistics_every=1),
         )
         train(config)
-        row = read_metrics(Path(config.output_dir) / "metrics.jsonl")[0]
+        row = rows_of(config)[0]
         assert ("validation_loss" in row) == bool(every)
         found.append(row["quantization"])
     assert found[0] == found[1]
@@ -131,15 +111,12 @@ def test_a_compiled_run_has_one_graph_for_the_steps_with_statistics(
     """Beside the one of all other steps, and none is made when they are due again."""
     # what Dynamo makes, and not what Inductor makes of it, is counted here
     monkeypatch.setattr("te_models.training.step.backend_for", lambda model: "aot_eager")
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
     run = tiny_run(tmp_path, steps=4, compile=True, model=ONE_LAYER, precision=PrecisionConfig(recipe="current"))
     run = run.replace(log=LogConfig(progress=False, statistics_every=2), data=run.data.replace(validation_fraction=0.0))
     train(run)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
-    rows = read_metrics(Path(run.output_dir) / "metrics.jsonl")
+    rows = rows_of(run)
     assert ["quantization" in row for row in rows] == [False, True, False, True]
-    torch._dynamo.reset()
 
 
 def test_numbers_that_json_lacks_are_null() -> None:
