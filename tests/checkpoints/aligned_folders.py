@@ -1,8 +1,6 @@
 """Folders whose parameters are split and joined at multiples of 64 rows, as those of real models are, without
 transformers; and manifest.json as earlier releases wrote it."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Cases of `family_cases.py`: DeepSeek-V4, whose layers attend to compressed keys."""
 
-from __future__ import annotations
-
 from typing import Any
 
 _SIZES: dict[str, Any] = {

@@ -1,7 +1,5 @@
 """Hugging Face folders made by transformers itself: tiny random models of every family, with the flags that matter."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import warnings
@@ -32,8 +30,7 @@ def hf_folder(_hf_cache: dict[str, Path], tmp_path: Path) -> HFFolder:
             config_class, options = CASES[case]
             config = getattr(transformers, config_class)(**(SMALL | options))
             torch.manual_seed(zlib.crc32(case.encode()))
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
+            with warnings.catch_warnings(action="ignore"):
                 model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
                 randomise(model)
                 folder = _hf_cache["root"] / key
@@ -45,6 +42,12 @@ def hf_folder(_hf_cache: dict[str, Path], tmp_path: Path) -> HFFolder:
         return target
 
     return make
+
+
+@pytest.fixture
+def llama(hf_folder: HFFolder) -> Path:
+    """The folder of a tiny Llama, for tests of what any folder goes through."""
+    return hf_folder("llama")
 
 
 @pytest.fixture

@@ -3,8 +3,6 @@
 A case is (model_type, options); `make` builds it with transformers. Sizes are small and all different, so that swapped
 dimensions do not fit; every parameter is random, so that swapped tensors are noticed."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

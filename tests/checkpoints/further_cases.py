@@ -1,7 +1,5 @@
 """Cases of `family_cases.py`: families of elements that others have, too."""
 
-from __future__ import annotations
-
 from typing import Any
 
 _LATENT = {

@@ -1,7 +1,5 @@
 """Cases of `family_cases.py`: Gemma 3n and 4, whose layers add more to the residual stream than mixers and MLPs."""
 
-from __future__ import annotations
-
 from typing import Any
 
 _TYPES = ["sliding_attention", "sliding_attention", "full_attention"] * 2

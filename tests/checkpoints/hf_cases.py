@@ -1,7 +1,5 @@
 """The Hugging Face models that the tests convert, how tests read folders without te_models, and what a refusal is."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from te_models.checkpoints import CheckpointError
+from te_models.checkpoints import CheckpointError, export_hf, import_hf
 
 transformers = pytest.importorskip("transformers", reason="makes the Hugging Face folders that the tests convert")
 
@@ -84,6 +82,13 @@ def stored(folder: Path) -> dict[str, torch.Tensor]:
     for file in sorted(folder.glob("*.safetensors")):
         tensors.update(load_file(file))
     return tensors
+
+
+def there_and_back(source: Path, around: Path) -> Path:
+    """Import a folder as `around`/ours, export that, and return where the result is."""
+    import_hf(source, around / "ours")
+    export_hf(around / "ours", around / "back")
+    return around / "back"
 
 
 @contextmanager

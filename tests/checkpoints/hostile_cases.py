@@ -1,7 +1,5 @@
 """Folders that must be refused: what is done to a good folder, and what the one sentence about it says."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

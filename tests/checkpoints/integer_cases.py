@@ -1,7 +1,5 @@
 """Integers as compressed-tensors, GPTQ and AWQ store them: made and decoded plainly, a bit at a time, no te_models."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -3,8 +3,6 @@
 Anonymous memory (RssAnon) is what a process cannot give back; pages of mapped files, which the kernel drops at will, do
 not count. It is sampled by a thread, so short peaks need the conversion to last longer than the sampling interval."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys
@@ -25,7 +23,6 @@ MXFP8Quantizer().quantize_fields(torch.empty(1, 1, device="meta"))
 def anonymous() -> int:
     """Return RssAnon in bytes."""
     found = re.search(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert found is not None
     return 1024 * int(found[1])
 
 

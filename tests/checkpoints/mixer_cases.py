@@ -1,7 +1,5 @@
 """Cases of `family_cases.py`: families whose layers have several kinds of mixers, or attention with a gate or sinks."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from tests.checkpoints.further_cases import FURTHER

@@ -3,8 +3,6 @@
 A folder starts as a tiny model that transformers saved. The weights that a case chooses get random codes and random
 scales, so every code occurs; what they stand for is computed here and saved as a plain folder, the reference."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import tempfile
@@ -461,8 +459,7 @@ def _make(case: Case, root: Path, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(11)
     quantized, reference = root / "quantized", root / "reference"
     torch.manual_seed(5)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).save_pretrained(reference)
     shutil.copytree(reference, quantized)
     files: Tensors = {}
@@ -490,8 +487,7 @@ def edit_config(folder: Path, **changes: Any) -> None:
 
 def logits(folder: Path) -> torch.Tensor:
     """Return what transformers computes from a plain folder, in float32."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():
         return model(torch.arange(20)[None] % 61).logits

@@ -1,7 +1,5 @@
 """Cases of `family_cases.py`: families with recurrent mixers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 _DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 6}

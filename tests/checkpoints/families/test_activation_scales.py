@@ -1,7 +1,5 @@
 """Scales of activations between forms of a family: one tensor per expert, and one for all of them."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +12,7 @@ from te_models.checkpoints import CheckpointError, export_hf, import_hf, open_ch
 from te_models.checkpoints.folder.te_folder import TEFolder
 from te_models.checkpoints.formats.details import activation_scales, details_of, group_scales
 from te_models.checkpoints.io.strict_json import parse_object
-from tests.checkpoints.hf_cases import assert_same_bits, stored
+from tests.checkpoints.hf_cases import assert_same_bits, stored, there_and_back
 from tests.checkpoints.quantized_cases import CASES, make
 
 LAYER = "model.layers.0.mlp.experts"
@@ -80,9 +78,7 @@ def test_scales_that_differ_are_named_and_stay_in_our_folder(tmp_path: Path) -> 
 def test_other_shapes_stay_with_their_form(tmp_path: Path) -> None:
     folder = fused(tmp_path)
     tensors = change(folder, {GATE_UP: torch.rand(2, 2)})
-    import_hf(folder, tmp_path / "ours")
-    export_hf(tmp_path / "ours", tmp_path / "back")
-    assert_same_bits(tensors, stored(tmp_path / "back"))
+    assert_same_bits(stored(there_and_back(folder, tmp_path)), tensors)
     assert export_hf(tmp_path / "ours", tmp_path / "published", form="published").ignored == (GATE_UP,)
 
 
@@ -124,7 +120,7 @@ def test_a_folder_holds_the_scales_of_the_largest_mixtures(tmp_path: Path) -> No
     details["activations"] = group_scales(tensors)
     folder = TEFolder("grouped", config, replace(origin, quantization=details))
     again = TEFolder.from_dict(parse_object(folder.to_bytes(), "config.json"))
-    assert again.source is not None and again.source.quantization is not None
+    assert again.source.quantization is not None
     found = activation_scales(again.source.quantization)
     assert found.keys() == tensors.keys() and all(torch.equal(found[name], t) for name, t in tensors.items())
     details["activations"] = {name: ["F32", [1], t.tolist()] for name, t in tensors.items()}
@@ -154,8 +150,7 @@ def test_a_weight_gets_no_scales_that_it_did_not_have(tmp_path: Path, gone: bool
 @pytest.mark.slow
 def test_verify_compares_them(tmp_path: Path) -> None:
     source, _ = make(CASES["modelopt-fp8"], tmp_path)
-    import_hf(source, tmp_path / "ours")
-    export_hf(tmp_path / "ours", tmp_path / "back")
+    there_and_back(source, tmp_path)
     export_hf(tmp_path / "ours", tmp_path / "other", format="float-quantized")
     for other in ("ours", "back", "other"):  # another format has a place for none of them
         assert verify(source, tmp_path / other).equal and verify(tmp_path / other, source).equal

@@ -1,7 +1,5 @@
 """DeepSeek-V4: published spellings of names and configuration, FP8 blocks with E8M0 scales, and what is refused."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

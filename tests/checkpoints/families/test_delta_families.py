@@ -1,7 +1,5 @@
 """olmo_hybrid, kimi_linear and bailing_hybrid as they are published, which is not as transformers writes them."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

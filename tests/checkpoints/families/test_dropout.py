@@ -1,7 +1,5 @@
 """What is dropped in training, where, with which probability: every family against transformers."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Iterator

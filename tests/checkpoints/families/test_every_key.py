@@ -1,8 +1,6 @@
 """Every number and flag of config.json moved by itself, also those that a family does not have: the model is that of
 transformers, or the field is refused."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import json

@@ -1,7 +1,5 @@
 """Every family beyond the first six, against transformers: weights and configuration there and back, and the logits."""
 
-from __future__ import annotations
-
 import copy
 import json
 import math
@@ -21,7 +19,7 @@ from te_models.checkpoints.families.base.text_part import text_part
 from te_models.cli.main import main
 from tests.checkpoints.family_cases import CASES, family_of, make
 from tests.checkpoints.hf_cases import CASES as FIRST
-from tests.checkpoints.hf_cases import assert_same_bits, plain, stored, transformers
+from tests.checkpoints.hf_cases import assert_same_bits, plain, stored, there_and_back, transformers
 
 BOUND = 1e-5
 FIRST_CASES = {family: case for case, (family, _) in reversed(CASES.items())}
@@ -29,8 +27,7 @@ FIRST_CASES = {family: case for case, (family, _) in reversed(CASES.items())}
 
 
 def save(model: transformers.PreTrainedModel, folder: Path, **options: Any) -> Path:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         model.save_pretrained(folder, **options)
     return folder
 
@@ -45,9 +42,7 @@ def tokens(length: int) -> torch.Tensor:
 def test_weights_config_and_logits(tmp_path: Path, case: str) -> None:
     theirs = make(case)
     source = save(theirs, tmp_path / "hf")
-    import_hf(source, tmp_path / "ours")
-    export_hf(tmp_path / "ours", tmp_path / "back")
-    assert_same_bits(stored(source), stored(tmp_path / "back"))
+    assert_same_bits(stored(there_and_back(source, tmp_path)), stored(source))
     original = json.loads((source / "config.json").read_text())
     assert json.loads((tmp_path / "back/config.json").read_text()) == original
     check_config(original)
@@ -213,8 +208,7 @@ def loaded(folder: Path, expected: transformers.PreTrainedModel) -> None:
 
 def missing(folder: Path) -> set[str]:
     """Return the tensors that transformers does not find in a folder; it gives them random values, with a warning."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         _, info = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     return set(info["missing_keys"])
 
@@ -300,15 +294,19 @@ def test_other_names_on_the_hub(tmp_path: Path, family: str, form: str, names: d
     assert_same_bits(stored(tmp_path / "asked"), tensors)
 
 
+def edited(folder: Path, changes: dict[str, Any]) -> dict[str, Any]:
+    """Change fields of a config.json; return what it says."""
+    config = json.loads((folder / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps(config))
+    return config
+
+
 @torch.no_grad()
 def test_kimi_k2_is_deepseek_v3_under_another_name(tmp_path: Path) -> None:
     theirs = make("deepseek_v3")
     source = save(theirs, tmp_path / "hf")
-    config = json.loads((source / "config.json").read_text()) | {"model_type": "kimi_k2"}
-    (source / "config.json").write_text(json.dumps(config))
-    import_hf(source, tmp_path / "ours")
-    export_hf(tmp_path / "ours", tmp_path / "back")
-    assert_same_bits(stored(source), stored(tmp_path / "back"))
+    config = edited(source, {"model_type": "kimi_k2"})
+    assert_same_bits(stored(there_and_back(source, tmp_path)), stored(source))
     assert json.loads((tmp_path / "back/config.json").read_text()) == config
     assert_close(GPTModel.from_pretrained(tmp_path / "ours").eval()(tokens(41)).logits, theirs(tokens(41)).logits)
 
@@ -316,10 +314,8 @@ def test_kimi_k2_is_deepseek_v3_under_another_name(tmp_path: Path) -> None:
 @torch.no_grad()
 def test_gelu_fast_of_gpt_neox_20b_is_the_tanh_form(tmp_path: Path) -> None:
     source = save(make("gpt_neox"), tmp_path / "hf")
-    config = json.loads((source / "config.json").read_text()) | {"hidden_act": "gelu_fast"}
-    (source / "config.json").write_text(json.dumps(config))
-    import_hf(source, tmp_path / "ours")
-    export_hf(tmp_path / "ours", tmp_path / "back")
+    config = edited(source, {"hidden_act": "gelu_fast"})
+    there_and_back(source, tmp_path)
     assert json.loads((tmp_path / "back/config.json").read_text()) == config
     theirs = transformers.AutoModelForCausalLM.from_pretrained(source, attn_implementation="eager").eval()
     assert_close(GPTModel.from_pretrained(tmp_path / "ours").eval()(tokens(41)).logits, theirs(tokens(41)).logits)
@@ -331,10 +327,8 @@ def test_llama4_without_a_chunk_size_sees_everything(tmp_path: Path) -> None:
     theirs = make("llama4-dense")
     theirs.config.attention_chunk_size = 64
     source = save(theirs, tmp_path / "hf")
-    config = json.loads((source / "config.json").read_text()) | {"attention_chunk_size": None, "layer_types": None}
-    (source / "config.json").write_text(json.dumps(config))
-    import_hf(source, tmp_path / "ours")
-    export_hf(tmp_path / "ours", tmp_path / "back")
+    config = edited(source, {"attention_chunk_size": None, "layer_types": None})
+    there_and_back(source, tmp_path)
     assert json.loads((tmp_path / "back/config.json").read_text()) == config
     ours = GPTModel.from_pretrained(tmp_path / "ours").eval()
     assert ours.config.moe is None and ours.config.layer_types == ("full", "full")

@@ -1,7 +1,5 @@
 """Configuration maps: legacy and current spellings, defaults as transformers has them, round trips, and fuzzing."""
 
-from __future__ import annotations
-
 import json
 from copy import deepcopy
 from typing import Any
@@ -15,8 +13,8 @@ from te_models.checkpoints.families.base.text_part import text_part
 from te_models.checkpoints.folder.hf_config import export_config
 from te_models.checkpoints.folder.te_folder import HFSource, TEFolder
 from te_models.checkpoints.io.strict_json import parse_object
-from te_models.config import AttentionConfig, MLPConfig, ModelConfig, MoEConfig, RopeConfig, RouterConfig
-from tests.build import tiny
+from te_models.config import MLPConfig, ModelConfig, MoEConfig, RopeConfig, RouterConfig
+from tests.build import heads, tiny
 from tests.checkpoints.hf_cases import CASES, LLAMA3_ROPE, SMALL, YARN_ROPE, plain, transformers
 from tests.covering import examples
 
@@ -208,7 +206,7 @@ def test_rope_values() -> None:
 def test_a_length_outside_rope_parameters_counts_for_the_queries_too() -> None:
     config = read("ministral3", original_max_position_embeddings=64)
     assert config.rope.original_max_position_embeddings == 64
-    assert config.attention.temperature_tuning is not None and config.attention.temperature_tuning.floor_scale == 64.0
+    assert config.attention.temperature_tuning.floor_scale == 64.0
     assert FAMILIES["ministral3"].read_config(FAMILIES["ministral3"].write_config(config)) == config
 
 
@@ -279,14 +277,14 @@ def test_cohere2_without_a_window_and_a_cap_of_gemma3() -> None:
 
 def test_experts() -> None:
     moe = read("qwen3_moe", num_experts=4, num_experts_per_tok=2, norm_topk_prob=True, num_hidden_layers=4).moe
-    assert moe is not None and moe.router.normalize and moe.layers == (0, 1, 2, 3)
+    assert moe.router.normalize and moe.layers == (0, 1, 2, 3)
     assert read("qwen3_moe", num_local_experts=16).moe == read("qwen3_moe", num_experts=16).moe
     every_other = read("qwen3_moe", decoder_sparse_step=2, num_hidden_layers=4, mlp_only_layers=[3])
-    assert every_other.moe is not None and every_other.moe.layers == (1,)
+    assert every_other.moe.layers == (1,)
     with pytest.raises(CheckpointError, match="num_experts = 4 and num_local_experts = 8"):
         read("qwen3_moe", num_experts=4, num_local_experts=8)
     loss = read("mixtral", router_aux_loss_coef=0.5, output_router_logits=True).moe
-    assert loss is not None and loss.aux_loss_coeff == 0.5
+    assert loss.aux_loss_coeff == 0.5
     with pytest.raises(CheckpointError, match=r"router_jitter_noise = 0\.1"):
         read("mixtral", router_jitter_noise=0.1)
 
@@ -296,7 +294,7 @@ MODEL = ModelConfig(
     hidden_size=32,
     num_layers=2,
     max_position_embeddings=128,
-    attention=AttentionConfig(num_attention_heads=4),
+    attention=heads(None),
     mlp=MLPConfig(ffn_hidden_size=48),
 )
 

@@ -1,8 +1,6 @@
 """What config.json may say beyond its plain fields: objects and lists within it, rotations of other kinds, activations,
 and fields that transformers reads though it writes none of that name. Moved, each is followed, or refused."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import json

@@ -1,7 +1,5 @@
 """Gemma 3n and 4: spellings of their configurations, tensors that layers without keys leave behind, what is refused."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """glm5_next: what the tests of all models beside ones that see images do not do for it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -12,7 +10,7 @@ import torch
 from te_models import GPTModel, generate
 from te_models.checkpoints import FAMILIES, CheckpointError, export_hf, import_hf, quantize
 from tests.checkpoints.families.test_text_part import CASES, GLM, SIZES, fill, make, save, without_warnings
-from tests.checkpoints.hf_cases import assert_same_bits, stored, transformers
+from tests.checkpoints.hf_cases import assert_same_bits, stored, there_and_back, transformers
 
 FAMILY = FAMILIES["glm5_next"]
 FLAGS: dict[str, dict[str, Any]] = {
@@ -62,9 +60,7 @@ def ids_of(length: int) -> torch.Tensor:
 def test_every_flag_is_followed(tmp_path: Path, name: str) -> None:
     theirs = with_flags(FLAGS[name])
     source = save(theirs, tmp_path / "hf")
-    import_hf(source, tmp_path / "ours")
-    export_hf(tmp_path / "ours", tmp_path / "back")
-    assert_same_bits(stored(source), stored(tmp_path / "back"))
+    assert_same_bits(stored(there_and_back(source, tmp_path)), stored(source))
     values = json.loads((source / "config.json").read_text())
     assert json.loads((tmp_path / "back/config.json").read_text()) == values
     config = FAMILY.read_config(values)
@@ -72,7 +68,7 @@ def test_every_flag_is_followed(tmp_path: Path, name: str) -> None:
     assert FAMILY.read_config(written) == config
     again = transformers.AutoConfig.for_model("glm5_next", **written).text_config.to_dict()
     before = theirs.config.text_config.to_dict()
-    known = FAMILY.fields[0].known  # type: ignore[attr-defined]
+    known = FAMILY.fields[0].known
     assert {n: again[n] for n in known if n in before} == {n: before[n] for n in known if n in before}
     ours = GPTModel.from_pretrained(tmp_path / "ours").eval()
     for length in (1, 5, 41):

@@ -1,7 +1,5 @@
 """Import and export of all families: bits and configuration come back, and transformers loads the result."""
 
-from __future__ import annotations
-
 import json
 import warnings
 from pathlib import Path
@@ -71,8 +69,7 @@ def test_transformers_loads_the_export(hf_folder: HFFolder, tmp_path: Path, case
     checkpoints.import_hf(source, tmp_path / "ours")
     checkpoints.export_hf(tmp_path / "ours", tmp_path / "back", max_shard_bytes=9000)
     load = transformers.AutoModelForCausalLM.from_pretrained
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         a, b = load(source, dtype="auto"), load(tmp_path / "back", dtype="auto")
     assert_same_bits(a.state_dict(), b.state_dict())
     tokens = torch.arange(20)[None]
@@ -129,22 +126,20 @@ def test_weights_cannot_become_integers(hf_folder: HFFolder, tmp_path: Path) -> 
             checkpoints.import_hf(source, tmp_path / "ours", dtype=dtype)
 
 
-def test_unknown_fields_and_a_tied_copy_survive_or_are_reported(hf_folder: HFFolder, tmp_path: Path, edit_json) -> None:
-    source = hf_folder("llama")
-    edit_json(source / "config.json", my_own_field={"a": [1, 2.5, None]}, torch_dtype="bfloat16", drop=("dtype",))
-    checkpoints.import_hf(source, tmp_path / "ours")
+def test_unknown_fields_and_a_tied_copy_survive_or_are_reported(llama: Path, tmp_path: Path, edit_json) -> None:
+    edit_json(llama / "config.json", my_own_field={"a": [1, 2.5, None]}, torch_dtype="bfloat16", drop=("dtype",))
+    checkpoints.import_hf(llama, tmp_path / "ours")
     checkpoints.export_hf(tmp_path / "ours", tmp_path / "back")
-    assert json.loads((source / "config.json").read_text()) == json.loads((tmp_path / "back/config.json").read_text())
+    assert json.loads((llama / "config.json").read_text()) == json.loads((tmp_path / "back/config.json").read_text())
 
 
-def test_export_as_another_family(hf_folder: HFFolder, tmp_path: Path) -> None:
-    source = hf_folder("llama")
-    checkpoints.import_hf(source, tmp_path / "ours")
+def test_export_as_another_family(llama: Path, tmp_path: Path) -> None:
+    checkpoints.import_hf(llama, tmp_path / "ours")
     checkpoints.export_hf(tmp_path / "ours", tmp_path / "mistral", family="mistral")
     config = json.loads((tmp_path / "mistral/config.json").read_text())
     assert (config["model_type"], config["architectures"]) == ("mistral", ["MistralForCausalLM"])
     assert config["sliding_window"] is None and config["eos_token_id"] == 2
-    with checkpoints.open_checkpoint(source) as a, checkpoints.open_checkpoint(tmp_path / "mistral") as b:
+    with checkpoints.open_checkpoint(llama) as a, checkpoints.open_checkpoint(tmp_path / "mistral") as b:
         assert a.config == b.config
     with pytest.raises(checkpoints.CheckpointError, match=r"qwen2.* cannot express attention.add_qkv_bias"):
         checkpoints.export_hf(tmp_path / "ours", tmp_path / "qwen2", family="qwen2")

@@ -1,7 +1,5 @@
 """Fields that transformers reads in places where nobody would look, or takes no notice of."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

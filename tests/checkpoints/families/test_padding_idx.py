@@ -1,7 +1,5 @@
 """The row of the padding token, which gets no gradient from the input: as in transformers, in every family."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -47,7 +45,7 @@ def test_gradients_are_transformers(family: str) -> None:
     loss = output.loss if output.aux_loss is None else output.loss - output.aux_loss
     loss.backward()
     expected, got = embedding_of(theirs).weight.grad, ours.embedding.word_embeddings.weight.grad
-    assert expected is not None and got is not None
+    assert got is not None
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-4 * float(expected.abs().max()))
     tied = ours.config.embedding.share_embeddings_and_output_weights
     assert bool((got[0] == 0).all()) == (token == 0 and not tied)
@@ -112,7 +110,7 @@ def test_models_without_a_folder_have_none_and_start_with_the_same_weights(compi
     ids[:, 4] = 5
     (torch.compile(padded, backend="aot_eager", fullgraph=True) if compiled else padded)(ids, ids).loss.backward()
     grad = padded.embedding.word_embeddings.weight.grad
-    assert grad is not None and (grad[5] == 0).all() and grad.abs().sum() > 0
+    assert (grad[5] == 0).all() and grad.abs().sum() > 0
     padded.resize_token_embeddings(5)
     assert padded.config.embedding.padding_idx is None and padded.config.vocab_size == 5
     padded(ids.clamp(max=4), ids.clamp(max=4)).loss.backward()

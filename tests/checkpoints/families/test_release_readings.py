@@ -1,7 +1,5 @@
 """What published files say otherwise than transformers' save, and what transformers cannot compute or misreads."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -13,7 +11,7 @@ from safetensors.torch import save_file
 from te_models import GPTModel
 from te_models.checkpoints import FAMILIES, CheckpointError, export_hf, import_hf
 from tests.checkpoints.family_cases import SIZES, make
-from tests.checkpoints.hf_cases import assert_same_bits, stored
+from tests.checkpoints.hf_cases import assert_same_bits, stored, there_and_back
 
 TOKENS = torch.randint(3, 61, (2, 23), generator=torch.Generator().manual_seed(0))
 
@@ -34,8 +32,7 @@ def test_biases_of_internlm3_have_the_names_of_the_release(tmp_path: Path) -> No
     theirs = make("internlm3-biases")
     theirs.save_pretrained(tmp_path / "hf")
     config = rewrite(tmp_path / "hf", ("attention_bias", "mlp_bias"), qkv_bias=True, bias=True)
-    import_hf(tmp_path / "hf", tmp_path / "ours")
-    export_hf(tmp_path / "ours", tmp_path / "back")
+    there_and_back(tmp_path / "hf", tmp_path)
     assert json.loads((tmp_path / "back/config.json").read_text()) == config
     got, expected = GPTModel.from_pretrained(tmp_path / "ours").eval()(TOKENS).logits, theirs(TOKENS).logits
     assert (got - expected).abs().max() <= 1e-5 * expected.abs().max()

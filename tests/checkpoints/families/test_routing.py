@@ -1,7 +1,5 @@
 """Which experts each of 10,000 tokens uses, and how much, in every family with experts: as in transformers."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -114,7 +112,6 @@ def test_routing_is_identical(tmp_path: Path, case: str, monkeypatch: pytest.Mon
         (tmp_path / "config.json").write_text(json.dumps(config))
     ours = GPTModel.from_pretrained(tmp_path).eval()
     moe = ours.config.moe
-    assert moe is not None
     expected = their_choices(theirs, moe.num_moe_experts)
     got, again = our_choices(monkeypatch, ours)
     assert len(got) == len(moe.layers or ()) > 0

@@ -1,7 +1,5 @@
 """Experts that ModelOpt stores as they lie in the model, [E, in, out], written from weights with other scales."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

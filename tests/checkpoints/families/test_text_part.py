@@ -1,7 +1,5 @@
 """Published folders of models that also see images: the text model within, there and back, with the rest carried."""
 
-from __future__ import annotations
-
 import json
 import warnings
 from collections.abc import Iterator
@@ -18,7 +16,7 @@ from te_models.checkpoints import FAMILIES, AutoConverter, CheckpointError, expo
 from te_models.checkpoints.families.base.text_part import TEXT, text_part
 from tests.checkpoints.family_cases import CASES as TEXTS
 from tests.checkpoints.family_cases import SIZES, fill
-from tests.checkpoints.hf_cases import assert_same_bits, stored, transformers
+from tests.checkpoints.hf_cases import assert_same_bits, stored, there_and_back, transformers
 from tests.checkpoints.integer_cases import group_of, packed
 from tests.checkpoints.quantized_cases import compressed
 
@@ -110,8 +108,7 @@ SEEING += ("audio_tower.", "embed_vision.", "embed_audio.")
 
 @contextmanager
 def without_warnings() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         yield
 
 
@@ -190,7 +187,7 @@ def test_in_memory(tmp_path: Path, case: str) -> None:
     with without_warnings():
         alone = ours.to_hf()
     part = text_part(FAMILIES[CASES[case][0]])
-    assert part is not None and alone.config.model_type == part.family_of(ours.config).model_type
+    assert alone.config.model_type == part.family_of(ours.config).model_type
     alone.set_attn_implementation("eager")
     tokens = torch.arange(3, 40)[None]
     assert torch.equal(alone(tokens).logits, theirs(input_ids=tokens).logits)
@@ -312,8 +309,7 @@ def test_qwen2_5_vl_with_all_fields_side_by_side(tmp_path: Path) -> None:
     rope = {"rope_theta": MROPE["rope_theta"], "rope_scaling": {"type": "mrope", "mrope_section": [1, 2, 1]}}
     config = {k: v for k, v in text.items() if k not in ("model_type", "rope_parameters")} | rope | config
     (source / "config.json").write_text(json.dumps(config))
-    import_hf(source, tmp_path / "ours")
-    export_hf(tmp_path / "ours", tmp_path / "back")
+    there_and_back(source, tmp_path)
     assert json.loads((tmp_path / "back/config.json").read_text()) == config
     assert_same_bits(stored(source), stored(tmp_path / "back"))
     assert_same_logits(tmp_path / "ours", theirs)
@@ -345,9 +341,7 @@ def test_the_text_model_alone_says_that_it_is_quantized(tmp_path: Path) -> None:
         save_file(tensors, tmp_path / folder / "model.safetensors", metadata={"format": "pt"})
         values = config | {"text_config": config["text_config"] | text}
         (tmp_path / folder / "config.json").write_text(json.dumps(values))
-    import_hf(tmp_path / "int4", tmp_path / "ours")
-    export_hf(tmp_path / "ours", tmp_path / "back")
-    assert_same_bits(stored(tmp_path / "back"), files)
+    assert_same_bits(stored(there_and_back(tmp_path / "int4", tmp_path)), files)
     assert rewrite(tmp_path / "back") == rewrite(tmp_path / "int4")
     ids = torch.arange(3, 20)[None]
     models = [GPTModel.from_pretrained(tmp_path / name).eval() for name in ("ours", "plain")]

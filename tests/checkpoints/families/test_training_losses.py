@@ -1,7 +1,5 @@
 """What training adds to the cross entropy, in every family with experts, against transformers."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -53,7 +51,7 @@ def test_20_steps_with_a_router_loss_are_transformers(case: str) -> None:
     if CASES[case][0] == "llama4_text":
         assert moe is None or moe.aux_loss_coeff == 0.0
     else:
-        assert moe is not None and moe.aux_loss_coeff == COEFFICIENT
+        assert moe.aux_loss_coeff == COEFFICIENT
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9) for model in (theirs, ours)]
     for ids, mask in batches(20):
         labels = ids.masked_fill((mask & mask.roll(1, 1)) == 0, -100)  # what padding in front predicts, nobody says
@@ -110,7 +108,7 @@ def test_megatrons_loss_is_the_default_and_sums_layers() -> None:
     """Of configurations that say nothing of it, as those of models that were never in a Hugging Face folder."""
     theirs = with_loss("mixtral")
     config = GPTModel.from_hf(theirs).config
-    assert config.moe is not None and config.moe.moe_router_load_balancing_type == "joint_aux_loss"
+    assert config.moe.moe_router_load_balancing_type == "joint_aux_loss"
     assert type(config.moe)(num_moe_experts=8, moe_router_topk=2, moe_ffn_hidden_size=8).aux_loss_coeff == 0.0
     default = type(config.moe)(num_moe_experts=8, moe_router_topk=2, moe_ffn_hidden_size=8)
     assert default.moe_router_load_balancing_type == "aux_loss"

@@ -3,8 +3,6 @@
 A folder holds config.json and tensors; `converted_bytes.json` has a digest of each. The Hugging Face folders are made
 without transformers, from the options of the cases and from values that follow from the tensors' names."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import zlib

@@ -1,7 +1,5 @@
 """Folders that must be refused: one clear sentence that names the problem, and nothing written."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle
@@ -49,7 +47,6 @@ from tests.fork_server import ROOT
 def status(key: str) -> int:
     """Return an entry of /proc/self/status in KiB."""
     found = re.search(rf"{key}:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert found is not None
     return int(found[1])
 
 
@@ -72,12 +69,11 @@ LARGE = ("header of 125,000 strangers", "large header of another form", "large m
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("defect", [pytest.param(d, marks=pytest.mark.slow if d in LARGE else ()) for d in HF_DEFECTS])
-def test_hf_folder_is_refused(hf_folder: HFFolder, tmp_path: Path, defect: str) -> None:
-    folder = hf_folder("llama")
+def test_hf_folder_is_refused(llama: Path, tmp_path: Path, defect: str) -> None:
     edit, message = HF_DEFECTS[defect]
-    edit(folder)
+    edit(llama)
     with refused(message, tmp_path):
-        import_hf(folder, tmp_path / "new" / "ours")
+        import_hf(llama, tmp_path / "new" / "ours")
 
 
 @pytest.mark.parametrize("defect", INDEX_DEFECTS)
@@ -100,9 +96,9 @@ def test_our_folder_is_refused(hf_folder: HFFolder, tmp_path: Path, defect: str)
 
 
 @pytest.mark.parametrize("defect", QUANTIZED_DEFECTS)
-def test_quantized_folder_is_refused(hf_folder: HFFolder, tmp_path: Path, defect: str) -> None:
+def test_quantized_folder_is_refused(llama: Path, tmp_path: Path, defect: str) -> None:
     recipe, edit, message = QUANTIZED_DEFECTS[defect]
-    quantize(hf_folder("llama"), tmp_path / "quantized", recipe)
+    quantize(llama, tmp_path / "quantized", recipe)
     edit(tmp_path / "quantized")
     forget_digests(tmp_path / "quantized")
     for convert in (dequantize, lambda a, b: relayout(a, b, "per-gemm")):
@@ -160,21 +156,20 @@ def test_each_is_refused_soon_and_in_little_memory(hf_folder: HFFolder, tmp_path
     assert sorted(tmp_path.rglob("*")) == before, "something was written"
 
 
-def test_pickles_are_not_loaded(hf_folder: HFFolder, tmp_path: Path) -> None:
+def test_pickles_are_not_loaded(llama: Path, tmp_path: Path) -> None:
     """A pickle beside good weights is ignored; alone it is refused; in neither case is it executed."""
 
     class Bomb:
         def __reduce__(self) -> tuple[Any, ...]:
             return (os.mkdir, (str(tmp_path / "exploded"),))
 
-    folder = hf_folder("llama")
     for name in ("pytorch_model.bin", "training_args.bin", "tokenizer.pkl"):
-        (folder / name).write_bytes(pickle.dumps(Bomb()))
-    import_hf(folder, tmp_path / "ours")
+        (llama / name).write_bytes(pickle.dumps(Bomb()))
+    import_hf(llama, tmp_path / "ours")
     assert not (tmp_path / "exploded").exists() and not list((tmp_path / "ours").glob("*.bin"))
-    (folder / SINGLE).unlink()
+    (llama / SINGLE).unlink()
     with pytest.raises(CheckpointError, match="pickled"):
-        open_checkpoint(folder)
+        open_checkpoint(llama)
     assert not (tmp_path / "exploded").exists()
 
 
@@ -185,18 +180,17 @@ def test_a_true_copy_of_the_tied_embedding_is_ignored(hf_folder: HFFolder, tmp_p
     assert import_hf(folder, tmp_path / "ours").ignored == ("lm_head.weight",)
 
 
-def test_a_hub_cache_snapshot_is_read_through_its_links(hf_folder: HFFolder, tmp_path: Path) -> None:
-    source = hf_folder("llama")
+def test_a_hub_cache_snapshot_is_read_through_its_links(llama: Path, tmp_path: Path) -> None:
     snapshot, blobs = tmp_path / "models--a--b/snapshots/123", tmp_path / "models--a--b/blobs"
     snapshot.mkdir(parents=True)
     blobs.mkdir()
-    for number, file in enumerate(sorted(source.iterdir())):
+    for number, file in enumerate(sorted(llama.iterdir())):
         shutil.copy(file, blobs / str(number))
         (snapshot / file.name).symlink_to(f"../../blobs/{number}")
     import_hf(snapshot, tmp_path / "ours")
-    assert verify(source, tmp_path / "ours").equal
+    assert verify(llama, tmp_path / "ours").equal
     (snapshot / SINGLE).unlink()
-    (snapshot / SINGLE).symlink_to(source / SINGLE)
+    (snapshot / SINGLE).symlink_to(llama / SINGLE)
     with pytest.raises(CheckpointError, match="leaves the folder"):
         open_checkpoint(snapshot)
 

@@ -1,7 +1,5 @@
 """Files in which some tensors have another dtype than the rest: every tensor keeps its own, unless it is joined."""
 
-from __future__ import annotations
-
 import fnmatch
 import json
 import shutil
@@ -17,7 +15,7 @@ from te_models.checkpoints import CheckpointError, diff, export_hf, import_hf, q
 from te_models.layers import QuantizedTensor, recipe
 from tests.checkpoints import quantized_cases
 from tests.checkpoints.family_cases import make
-from tests.checkpoints.hf_cases import assert_same_bits, stored
+from tests.checkpoints.hf_cases import assert_same_bits, stored, there_and_back
 
 FLOAT32 = {
     "router": ("*.mlp.gate.weight",),
@@ -32,8 +30,7 @@ FLOAT32 = {
 
 def mixed(folder: Path, patterns: tuple[str, ...]) -> Path:
     """Save a mixture in bfloat16 in which some tensors hold numbers that need float32."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         make("qwen3_moe", dtype=torch.bfloat16).save_pretrained(folder)
     widen(folder, patterns)
     return folder
@@ -86,9 +83,7 @@ def test_quantizing_keeps_the_dtype_of_the_others(tmp_path: Path) -> None:
 def test_a_quantized_folder_has_plain_tensors_of_several_dtypes(tmp_path: Path, case: str) -> None:
     source, _ = quantized_cases.make(quantized_cases.CASES[case], tmp_path)
     widen(source, ("*norm.weight", "*.mlp.gate.weight", "*.mlp.router.weight"))
-    import_hf(source, tmp_path / "ours")
-    export_hf(tmp_path / "ours", tmp_path / "back")
-    assert_same_bits(stored(tmp_path / "back"), stored(source))
+    assert_same_bits(stored(there_and_back(source, tmp_path)), stored(source))
 
 
 def dequantized(tensor: torch.Tensor) -> torch.Tensor:

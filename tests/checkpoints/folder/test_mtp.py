@@ -1,8 +1,6 @@
 """Layers that predict further tokens as parameters: imported on request, equal to transformers' own layers, exported
 bit for bit."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

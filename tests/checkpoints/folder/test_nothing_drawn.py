@@ -1,7 +1,5 @@
 """A model that is read from files is built without drawing values first."""
 
-from __future__ import annotations
-
 import gc
 import importlib
 import subprocess

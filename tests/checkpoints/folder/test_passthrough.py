@@ -1,7 +1,5 @@
 """Tensors that the model does not use: kept by every conversion, byte for byte, and given back by an export."""
 
-from __future__ import annotations
-
 import json
 import warnings
 from pathlib import Path
@@ -25,7 +23,7 @@ from te_models.checkpoints import (
     verify,
 )
 from tests.checkpoints.family_cases import make
-from tests.checkpoints.hf_cases import HFFolder, assert_same_bits, stored, transformers
+from tests.checkpoints.hf_cases import HFFolder, assert_same_bits, stored, there_and_back, transformers
 
 LAYERS_BEHIND = {
     "deepseek_v3": "model.layers.2.",
@@ -66,8 +64,7 @@ def edit_config(folder: Path, **changes: Any) -> None:
 
 
 def save(case: str, folder: Path) -> Path:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         make(case, dtype=torch.bfloat16).save_pretrained(folder)
     return folder
 
@@ -111,18 +108,17 @@ def test_transformers_loads_an_export_that_has_them(tmp_path: Path) -> None:
     source = save("exaone_moe", tmp_path / "hf")
     expected = transformers.AutoModelForCausalLM.from_pretrained(source)
     add_tensors(source, {"mtp.norm.weight": torch.ones(3), "mtp.fc.weight": torch.ones(3, 4)})
-    import_hf(source, tmp_path / "ours")
-    export_hf(tmp_path / "ours", tmp_path / "back")
+    there_and_back(source, tmp_path)
     got = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back")
     ids = torch.arange(3, 20)[None]
     with torch.no_grad():
         assert torch.equal(got(ids).logits, expected(ids).logits)
 
 
-def test_recomputable_buffers_come_back(hf_folder: HFFolder, tmp_path: Path) -> None:
-    source, name = hf_folder("llama"), "model.layers.0.self_attn.rotary_emb.inv_freq"
-    add_tensors(source, {name: torch.ones(4)})
-    plan = import_hf(source, tmp_path / "ours", dtype="float16")
+def test_recomputable_buffers_come_back(llama: Path, tmp_path: Path) -> None:
+    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    add_tensors(llama, {name: torch.ones(4)})
+    plan = import_hf(llama, tmp_path / "ours", dtype="float16")
     assert plan.passthrough == (f"carried.{name}",) and plan.to_dict()["carried"] == [f"carried.{name}"]
     plan = export_hf(tmp_path / "ours", tmp_path / "back", dtype="bfloat16")
     assert plan.passthrough == (name,)
@@ -159,17 +155,17 @@ def test_a_family_without_them_refuses_them(hf_folder: HFFolder, tmp_path: Path,
 
 
 @pytest.mark.parametrize("name", ["carried.x", "carried.mtp.norm", "carried.lm_head.weight", "carried."])
-def test_our_folders_hold_only_what_the_family_carries(hf_folder: HFFolder, tmp_path: Path, name: str) -> None:
-    import_hf(hf_folder("llama"), tmp_path / "ours")
+def test_our_folders_hold_only_what_the_family_carries(llama: Path, tmp_path: Path, name: str) -> None:
+    import_hf(llama, tmp_path / "ours")
     add_tensors(tmp_path / "ours", {name: torch.ones(3)})
     with pytest.raises(CheckpointError, match=f"not part of this model: '{name}'"):
         open_checkpoint(tmp_path / "ours")
 
 
-def test_what_another_model_has_no_use_for_is_left_out_and_listed(hf_folder: HFFolder, tmp_path: Path) -> None:
-    source, name = hf_folder("llama"), "model.layers.0.self_attn.rotary_emb.inv_freq"
-    add_tensors(source, {name: torch.ones(4)})
-    assert upcycle(source, tmp_path / "moe", 2, 1).ignored == (name,)
+def test_what_another_model_has_no_use_for_is_left_out_and_listed(llama: Path, tmp_path: Path) -> None:
+    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    add_tensors(llama, {name: torch.ones(4)})
+    assert upcycle(llama, tmp_path / "moe", 2, 1).ignored == (name,)
     assert not passthrough_in(tmp_path / "moe")
     glm = save("deepseek_v3", tmp_path / "glm")
     add_tensors(glm, further_tensors("model.layers.2."))

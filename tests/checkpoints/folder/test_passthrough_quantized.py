@@ -1,7 +1,5 @@
 """Quantized layers that the model does not use, where conversions change or drop the declaration of their format."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -11,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from te_models.checkpoints import dequantize, export_hf, import_hf, quantize
-from tests.checkpoints.hf_cases import assert_same_bits, stored
+from tests.checkpoints.hf_cases import assert_same_bits, stored, there_and_back
 from tests.checkpoints.quantized_cases import CASES, make
 
 LAYER = "model.layers.2."
@@ -86,9 +84,7 @@ def test_another_declaration_excludes_their_values(tmp_path: Path, case: str) ->
 @pytest.mark.parametrize("case", FORMATS)
 def test_under_their_declaration_they_stay_as_they_are(tmp_path: Path, case: str) -> None:
     source, _ = folder(case, tmp_path)
-    import_hf(source, tmp_path / "ours")
-    export_hf(tmp_path / "ours", tmp_path / "back")
-    assert_same_bits(stored(tmp_path / "back"), stored(source))
+    assert_same_bits(stored(there_and_back(source, tmp_path)), stored(source))
     assert declared(tmp_path / "back") == declared(source)
 
 

@@ -1,7 +1,5 @@
 """State dicts of layers with quantized weights through safetensors, bit for bit, without a model folder."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The files beside the weights: all that a tokenizer needs travels along, and what does not is named."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import signal

@@ -1,7 +1,5 @@
 """A config.json that is written anew, because the model changed, in the fields that the original had."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -88,7 +86,7 @@ def test_names_that_would_contradict_each_other_are_not_added() -> None:
     original = BASE | {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "num_local_experts": 4}
     original |= {"num_experts_per_tok": 2, "moe_intermediate_size": 16, "rope_theta": 10000.0}
     moe = FAMILIES["qwen3_moe"].read_config(original).moe
-    assert moe is not None and moe.num_moe_experts == 4
+    assert moe.num_moe_experts == 4
     written = exported(original, "qwen3_moe", moe=moe.replace(num_moe_experts=3))
     assert {written.get("num_experts", 3), written.get("num_local_experts", 3)} == {3}
     assert written["rope_theta"] == 10000.0 and "rope_parameters" not in written

@@ -1,7 +1,5 @@
 """Files that hold the tied embedding twice: the copy comes back on export, under the name that it had."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import warnings
@@ -25,8 +23,7 @@ COPIES = {
 
 def folder_with_a_copy(case: str, folder: Path) -> Path:
     copy, embedding = COPIES[case]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         make(case.removesuffix("-other-name"), dtype=torch.bfloat16).save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
@@ -50,12 +47,12 @@ def test_it_comes_back_whichever_way_the_model_goes(tmp_path: Path, case: str) -
         assert copy not in stored(tmp_path / folder)
         plan = checkpoints.export_hf(tmp_path / folder, tmp_path / f"{folder}-back")
         assert_same_bits(stored(tmp_path / f"{folder}-back"), expected)
-        assert plan.report is not None and (copy, "exact", "BF16", "BF16") in plan.report.lines
+        assert (copy, "exact", "BF16", "BF16") in plan.report.lines
     checkpoints.quantize(tmp_path / "ours", tmp_path / "mxfp8", "mxfp8")
     plan = checkpoints.export_hf(tmp_path / "mxfp8", tmp_path / "mxfp8-back", dtype="float32")
     again = stored(tmp_path / "mxfp8-back")
     assert torch.equal(again[copy], expected[copy].float()) and torch.equal(again[embedding], again[copy])
-    assert plan.report is not None and (copy, "converted", "BF16", "F32") in plan.report.lines
+    assert (copy, "converted", "BF16", "F32") in plan.report.lines
     assert checkpoints.toy(source, tmp_path / "toy", layers=1).ignored == ()
     assert torch.equal(stored(tmp_path / "toy")[copy], expected[copy])
     checkpoints.dequantize(tmp_path / "mxfp8", tmp_path / "values")

@@ -4,8 +4,6 @@ Megatron-Core trains a small model on the CPU, on FOLDER/batches.pt [steps, wind
 and distributed optimizer to FOLDER/dp_reshardable and FOLDER/fully_reshardable, then goes on; the losses of further
 steps are in FOLDER/losses.pt."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 import warnings
@@ -16,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.checkpoints.foreign.test_megatron import without_a_gpu
+from tests.checkpoints.foreign.test_megatron import megatron, without_a_gpu
 
 SIZES = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "num_query_groups": 2, "ffn_hidden_size": 128}
 BEFORE, LR = 2, 1e-3
@@ -32,8 +30,8 @@ def as_if_on_a_gpu() -> None:
         found = type_of(self, *args, **kwargs)
         return named.get(found, found) if isinstance(found, str) else found
 
-    torch.Tensor.type = of_gpu  # type: ignore[method-assign]
-    torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign]
+    torch.Tensor.type = of_gpu
+    torch.Tensor.cuda = lambda self, *_, **__: self
     for name in ("tensor", "zeros", "empty", "ones"):
         setattr(torch, name, partial(_on_cpu, getattr(torch, name)))
 
@@ -43,36 +41,7 @@ def _on_cpu(make: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def build(tp: int, vocabulary: int) -> Any:
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.models.gpt.gpt_model import GPTModel
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
-    config = TransformerConfig(
-        **SIZES,
-        normalization="RMSNorm",
-        gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu,
-        add_bias_linear=False,
-        bias_activation_fusion=False,
-        masked_softmax_fusion=False,
-        gradient_accumulation_fusion=False,
-        attention_dropout=0.0,
-        hidden_dropout=0.0,
-        use_cpu_initialization=True,
-        params_dtype=torch.float32,
-        init_method_std=0.1,
-        tensor_model_parallel_size=tp,
-    )
-    torch.manual_seed(1)
-    spec = get_gpt_layer_local_spec(normalization="RMSNorm")
-    return GPTModel(
-        config,
-        spec,
-        vocab_size=vocabulary,
-        max_sequence_length=64,
-        position_embedding_type="rope",
-        share_embeddings_and_output_weights=False,
-    )
+    return megatron(tp, vocabulary, {}, init_method_std=0.1, gradient_accumulation_fusion=False, **SIZES)
 
 
 def main(folder: Path, tp: int) -> None:

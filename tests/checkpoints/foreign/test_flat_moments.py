@@ -1,8 +1,6 @@
 """Moments that Megatron's distributed optimizer flattened: real files of Megatron-Core's, and small ones as it lays
 them out, where it is not installed."""
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 from pathlib import Path
@@ -174,7 +172,6 @@ def test_an_order_that_is_not_proven_is_refused(tmp_path: Path) -> None:
 
 def test_flattened_parts_are_put_together(tmp_path: Path) -> None:
     """`fully_sharded_model_space`: [X, Y] that ranks split into parts [x, y] is [X / x, Y / y, x * y]."""
-    torch.manual_seed(0)
     weights = {name: p.detach() for name, p in GPTModel(SMALL).named_parameters()}
     stored = carry_out(
         make_plan(

@@ -1,7 +1,5 @@
 """Metadata and files that somebody edited: one sentence, and nothing of them is run."""
 
-from __future__ import annotations
-
 import pickle
 import random
 import shutil

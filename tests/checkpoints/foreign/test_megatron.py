@@ -1,7 +1,5 @@
 """Checkpoints that Megatron-Core itself wrote, on one rank and on two, give its logits; it loads what we export."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import importlib.util
@@ -31,25 +29,24 @@ EXPERTS = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 24
 
 def without_a_gpu() -> None:
     """Megatron-Core asks for the current GPU, and waits for it."""
-    torch.cuda.synchronize = lambda *_: None  # type: ignore[assignment]
-    torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value]
-    torch.cuda.current_stream = lambda *_: None  # type: ignore[assignment,return-value]
+    torch.cuda.synchronize = lambda *_: None
+    torch.cuda.current_device = lambda: "cpu"
+    torch.cuda.current_stream = lambda *_: None
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
     from megatron.core.transformer.moe import moe_utils
 
     moe_utils.te_general_gemm = None  # a name that is missing without Transformer Engine
-    CudaRNGStatesTracker.fork = lambda self, name="": contextlib.nullcontext()  # type: ignore[method-assign]
+    CudaRNGStatesTracker.fork = lambda self, name="": contextlib.nullcontext()
 
 
-def build(kind: str, tp: int) -> Any:
-    """Equal numbers for every number of ranks: the values follow from the names."""
+def megatron(tp: int, vocabulary: int, experts: dict[str, Any], **options: Any) -> Any:
+    """A model of Megatron-Core's, with equal numbers for every number of ranks: the values follow from the names."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    experts = EXPERTS if kind == "moe" else {}
     config = TransformerConfig(
-        **SIZES,
+        **options,
         **experts,
         normalization="RMSNorm",
         gated_linear_unit=True,
@@ -61,7 +58,6 @@ def build(kind: str, tp: int) -> Any:
         hidden_dropout=0.0,
         use_cpu_initialization=True,
         params_dtype=torch.float32,
-        init_method_std=0.3,
         tensor_model_parallel_size=tp,
         **({"moe_token_dispatcher_type": "allgather"} if experts else {}),
     )
@@ -72,11 +68,15 @@ def build(kind: str, tp: int) -> Any:
     return GPTModel(
         config,
         spec,
-        vocab_size=VOCABULARY,
+        vocab_size=vocabulary,
         max_sequence_length=64,
         position_embedding_type="rope",
         share_embeddings_and_output_weights=False,
-    ).eval()
+    )
+
+
+def build(kind: str, tp: int) -> Any:
+    return megatron(tp, VOCABULARY, EXPERTS if kind == "moe" else {}, init_method_std=0.3, **SIZES).eval()
 
 
 def main(folder: Path, kind: str, tp: int, loaded: Path | None = None) -> None:

@@ -1,7 +1,5 @@
 """Files of Megatron's ranks: written for any numbers of ranks, and read back to the same bits."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

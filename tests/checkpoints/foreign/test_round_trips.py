@@ -1,7 +1,5 @@
 """te_models folders to distributed checkpoints of training systems and back, and checkpoints that torch's DCP wrote."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

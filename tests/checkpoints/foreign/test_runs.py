@@ -1,7 +1,5 @@
 """A run that goes on from what torchtitan's or Megatron-Core's checkpoint holds of weights and moments."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Single-bit flips anywhere in a folder with a manifest: each is noticed when it is read, and said in one sentence."""
 
-from __future__ import annotations
-
 import json
 import random
 import shutil
@@ -20,6 +18,7 @@ from te_models.checkpoints.io.header import read_header
 from te_models.checkpoints.io.manifest import MANIFEST
 from tests.checkpoints.aligned_folders import make_earlier
 from tests.checkpoints.hf_cases import HFFolder
+from tests.compare import refused
 
 FLIPS = 10_000
 
@@ -130,12 +129,10 @@ CONVERSIONS: dict[str, Callable[..., object]] = {
 }
 
 
-def test_tensors_that_are_copied_are_hashed_once(
-    hf_folder: HFFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tensors_that_are_copied_are_hashed_once(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The digest of what is written is compared with both manifests; only tensors that are joined or split are hashed
     while they are read."""
-    import_hf(hf_folder("llama"), tmp_path / "ours")
+    import_hf(llama, tmp_path / "ours")
     hashed: list[str] = []
     real = TensorDigests._check
     monkeypatch.setattr(TensorDigests, "_check", lambda self, name: (hashed.append(name), real(self, name))[1])
@@ -152,8 +149,8 @@ def test_tensors_that_are_copied_are_hashed_once(
 
 
 @pytest.mark.parametrize("name", CONVERSIONS)
-def test_conversions_notice_damage_and_write_nothing(hf_folder: HFFolder, tmp_path: Path, name: str) -> None:
-    import_hf(hf_folder("llama"), tmp_path / "ours")
+def test_conversions_notice_damage_and_write_nothing(llama: Path, tmp_path: Path, name: str) -> None:
+    import_hf(llama, tmp_path / "ours")
     flip_last(tmp_path / "ours/model.safetensors")
     convert = CONVERSIONS[name]
     with pytest.raises(
@@ -165,43 +162,40 @@ def test_conversions_notice_damage_and_write_nothing(hf_folder: HFFolder, tmp_pa
     assert (tmp_path / "out/config.json").is_file()
 
 
-def test_damage_is_read_where_that_is_asked_for(hf_folder: HFFolder, tmp_path: Path) -> None:
-    import_hf(hf_folder("llama"), tmp_path / "ours")
+def test_damage_is_read_where_that_is_asked_for(llama: Path, tmp_path: Path) -> None:
+    import_hf(llama, tmp_path / "ours")
     flip_last(tmp_path / "ours/model.safetensors")
-    with pytest.raises(CheckpointError, match="does not have the SHA-256"):
-        GPTModel.from_pretrained(tmp_path / "ours")
+    refused(lambda: GPTModel.from_pretrained(tmp_path / "ours"), "does not have the SHA-256", error=CheckpointError)
     GPTModel.from_pretrained(tmp_path / "ours", verify=False)
     (tmp_path / "ours/manifest.json").unlink()
     GPTModel.from_pretrained(tmp_path / "ours")
 
 
-def test_the_manifest_of_another_program_is_left_alone(hf_folder: HFFolder, tmp_path: Path) -> None:
-    folder = hf_folder("llama")
+def test_the_manifest_of_another_program_is_left_alone(llama: Path, tmp_path: Path) -> None:
     for text in ('[{"layers": []}]', '{"name": "model"}', "not JSON"):
-        (folder / MANIFEST).write_text(text)
-        GPTModel.from_pretrained(folder)
-    shutil.rmtree(folder)
+        (llama / MANIFEST).write_text(text)
+        GPTModel.from_pretrained(llama)
+    shutil.rmtree(llama)
 
 
-def test_a_folder_without_digests_of_headers_is_read(hf_folder: HFFolder, tmp_path: Path) -> None:
+def test_a_folder_without_digests_of_headers_is_read(llama: Path, tmp_path: Path) -> None:
     """As earlier releases wrote it: tensors are checked, headers as far as they have to fit the configuration."""
-    import_hf(hf_folder("llama"), tmp_path / "ours", file_digests=True)
+    import_hf(llama, tmp_path / "ours", file_digests=True)
     manifest = tmp_path / "ours" / MANIFEST
     values = json.loads(manifest.read_text())
     assert values["files"]["model.safetensors"].pop("header")
     manifest.write_text(json.dumps(values))
     GPTModel.from_pretrained(tmp_path / "ours")
     flip_last(tmp_path / "ours/model.safetensors")
-    with pytest.raises(CheckpointError, match="does not have the SHA-256"):
-        GPTModel.from_pretrained(tmp_path / "ours")
+    refused(lambda: GPTModel.from_pretrained(tmp_path / "ours"), "does not have the SHA-256", error=CheckpointError)
 
 
-def test_ranks_share_the_checks(hf_folder: HFFolder, tmp_path: Path) -> None:
+def test_ranks_share_the_checks(llama: Path, tmp_path: Path) -> None:
     """Each of two ranks hashes its share of the tensors, whatever it reads: one of them sees the damage."""
     from te_models.checkpoints import expected_tensors
     from te_models.checkpoints.mapping.rank_shards import ShardPlace, parts
 
-    import_hf(hf_folder("llama"), tmp_path / "ours")
+    import_hf(llama, tmp_path / "ours")
     for where in (0, -1):
         good = (tmp_path / "ours/model.safetensors").read_bytes()
         raw = bytearray(good)

@@ -1,7 +1,5 @@
 """Regions of tensors read from files: the same elements as indexing the whole tensor, in few calls."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A file is what was appended, whichever way its bytes took to the disk, and errors of the threads are not lost."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os

@@ -1,7 +1,5 @@
 """One process at a time: the second is told who works there, and a process that was killed is in nobody's way."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import json

@@ -3,8 +3,6 @@
 The session's os.fsync does nothing (tests/conftest.py), so that only its calls can be looked at: which path each was
 of, in one order with the renames."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,8 +1,6 @@
 """Any value anywhere in a description of quantized weights, or in the config.json of a folder of ours: read, or refused
 by CheckpointError; lists where a name is expected and integers beyond 64 bits among them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from contextlib import suppress
@@ -118,8 +116,8 @@ def test_descriptions_in_a_state_dict(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["current", "block", "mxfp8", "nvfp4"])
-def test_descriptions_thoroughly(hf_folder: HFFolder, tmp_path: Path, name: str) -> None:
-    quantize(hf_folder("llama"), tmp_path / "ours", name)
+def test_descriptions_thoroughly(llama: Path, tmp_path: Path, name: str) -> None:
+    quantize(llama, tmp_path / "ours", name)
     forget_digests(tmp_path / "ours")
     check_folder(tmp_path / "ours", tmp_path / "out", 1)
 

@@ -2,8 +2,6 @@
 
 Headers and configurations are fuzzed beside their other tests. The slow runs try 28,000 inputs here, 20,000 there."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

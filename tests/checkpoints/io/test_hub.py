@@ -1,7 +1,5 @@
 """Hub ids where a folder is expected. No network: the client's download is replaced, or told to stay offline."""
 
-from __future__ import annotations
-
 import fnmatch
 import os
 import re
@@ -155,10 +153,10 @@ def test_offline_with_the_real_client(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.slow
-def test_in_a_process_that_imports_nothing_else(hf_folder: HFFolder, tmp_path: Path) -> None:
+def test_in_a_process_that_imports_nothing_else(llama: Path, tmp_path: Path) -> None:
     """The client loads its own modules lazily, and transformers is not there to have asked for them."""
     model = tmp_path / "hub/models--org--name"
-    shutil.copytree(hf_folder("llama"), model / "snapshots" / ("0" * 40))
+    shutil.copytree(llama, model / "snapshots" / ("0" * 40))
     (model / "refs").mkdir()
     (model / "refs/main").write_text("0" * 40)
     code = """if True:

@@ -1,7 +1,5 @@
 """Edits of a folder's manifest.json: refused in one sentence, or of no effect; and files that are mostly holes."""
 
-from __future__ import annotations
-
 import copy
 import json
 import random
@@ -126,16 +124,16 @@ def test_all_edits_of_a_manifest_are_told(hf_folder: HFFolder, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("name", ["a" * 300, "additional_chat_templates/" + "a" * 300])
-def test_names_that_no_file_can_have(hf_folder: HFFolder, tmp_path: Path, name: str) -> None:
-    import_hf(hf_folder("llama"), tmp_path / "ours")
+def test_names_that_no_file_can_have(llama: Path, tmp_path: Path, name: str) -> None:
+    import_hf(llama, tmp_path / "ours")
     values = json.loads((tmp_path / "ours" / MANIFEST).read_text())
     values["files"][name] = values["files"]["config.json"]
     assert assert_told(tmp_path / "ours", name, json.dumps(values).encode()) == 2
 
 
-def test_a_terabyte_of_holes_is_not_read(hf_folder: HFFolder, tmp_path: Path) -> None:
+def test_a_terabyte_of_holes_is_not_read(llama: Path, tmp_path: Path) -> None:
     """Small files, weights whose header says so, and files that nobody lists."""
-    import_hf(hf_folder("llama"), tmp_path / "ours")
+    import_hf(llama, tmp_path / "ours")
     header = b'{"a":{"dtype":"U8","shape":[%d],"data_offsets":[0,%d]}}' % (1 << 40, 1 << 40)
     for name, begin in (("config.json", b""), (SINGLE, len(header).to_bytes(8, "little") + header), ("more", b"")):
         folder = tmp_path / "copy"

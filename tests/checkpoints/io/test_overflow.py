@@ -1,7 +1,5 @@
 """float16 does not reach as far as bfloat16: a conversion that would make infinities is refused."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -10,7 +8,7 @@ from safetensors.torch import save_file
 
 from te_models.checkpoints import CheckpointError, dequantize, export_hf, import_hf, quantize
 from tests.checkpoints import quantized_cases
-from tests.checkpoints.hf_cases import HFFolder, stored
+from tests.checkpoints.hf_cases import stored
 
 NAMES = (
     "model.embed_tokens.weight",
@@ -30,8 +28,8 @@ def change(folder: Path, name: str, value: float) -> Path:
 @pytest.mark.matrix
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("value", [999424.0, -65536.0])
-def test_a_number_beyond_float16_is_refused(hf_folder: HFFolder, tmp_path: Path, name: str, value: float) -> None:
-    source = change(hf_folder("llama"), name, value)
+def test_a_number_beyond_float16_is_refused(llama: Path, tmp_path: Path, name: str, value: float) -> None:
+    source = change(llama, name, value)
     before = set(tmp_path.rglob("*"))
     message = rf"{name} has the value {value:.6g}, which float16 cannot hold \(at most 65504\); choose bfloat16"
     with pytest.raises(CheckpointError, match=message):
@@ -45,8 +43,8 @@ def test_a_number_beyond_float16_is_refused(hf_folder: HFFolder, tmp_path: Path,
     export_hf(tmp_path / "ours", tmp_path / "back", dtype="float32")
 
 
-def test_what_float16_holds_and_infinities_pass(hf_folder: HFFolder, tmp_path: Path) -> None:
-    source = change(hf_folder("llama"), NAMES[0], float("inf"))
+def test_what_float16_holds_and_infinities_pass(llama: Path, tmp_path: Path) -> None:
+    source = change(llama, NAMES[0], float("inf"))
     change(source, NAMES[1], 65280.0)
     import_hf(source, tmp_path / "ours", dtype="float16")
     export_hf(tmp_path / "ours", tmp_path / "back")
@@ -55,8 +53,8 @@ def test_what_float16_holds_and_infinities_pass(hf_folder: HFFolder, tmp_path: P
     assert found[NAMES[1]].view(-1)[-1] == 65280
 
 
-def test_values_of_quantized_weights_beyond_float16_are_refused(hf_folder: HFFolder, tmp_path: Path) -> None:
-    import_hf(change(hf_folder("llama"), NAMES[2], 1e6), tmp_path / "ours")
+def test_values_of_quantized_weights_beyond_float16_are_refused(llama: Path, tmp_path: Path) -> None:
+    import_hf(change(llama, NAMES[2], 1e6), tmp_path / "ours")
     quantize(tmp_path / "ours", tmp_path / "fp8", "current")
     before = set(tmp_path.rglob("*"))
     with pytest.raises(CheckpointError, match=r"linear_fc1\.weight has values that float16 cannot hold"):

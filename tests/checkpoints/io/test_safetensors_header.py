@@ -1,7 +1,5 @@
 """The header parser accepts what the safetensors library accepts (less duplicates) and names what is wrong."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

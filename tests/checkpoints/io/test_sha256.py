@@ -1,7 +1,5 @@
 """Digests of several parts at once are hashlib's, and hashlib's where there is no library."""
 
-from __future__ import annotations
-
 import hashlib
 import random
 from pathlib import Path

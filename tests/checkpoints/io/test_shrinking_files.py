@@ -1,8 +1,6 @@
 """A weight file that becomes shorter while it is read: an error in one sentence, where a memory map would end the
 process (SIGBUS)."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys
@@ -12,7 +10,6 @@ import torch
 
 from te_models.checkpoints import CheckpointError, expected_tensors, import_hf, open_checkpoint
 from te_models.checkpoints.io.boxes import Range
-from tests.checkpoints.hf_cases import HFFolder
 from tests.fork_server import run_python
 
 NAME = "decoder.layers.1.mlp.linear_fc1.weight"
@@ -50,8 +47,8 @@ def main(folder: Path) -> None:
     print(json.dumps(reports))
 
 
-def test_a_file_that_shrinks_is_named(hf_folder: HFFolder, tmp_path: Path) -> None:
-    import_hf(hf_folder("llama"), tmp_path / "ours")
+def test_a_file_that_shrinks_is_named(llama: Path, tmp_path: Path) -> None:
+    import_hf(llama, tmp_path / "ours")
     result = run_python(["-m", "tests.checkpoints.io.test_shrinking_files", str(tmp_path / "ours")])
     assert result.returncode == 0, result.stderr
     reports = json.loads(result.stdout)

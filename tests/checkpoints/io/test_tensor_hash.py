@@ -1,7 +1,5 @@
 """The digest of a tensor: made of the digests of 64 rows each, however its bytes come and whichever threads hash."""
 
-from __future__ import annotations
-
 import random
 import subprocess
 import threading

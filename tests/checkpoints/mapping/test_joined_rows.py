@@ -1,7 +1,5 @@
 """Which matrices a weight joins: those of the projections that its family stores one by one."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

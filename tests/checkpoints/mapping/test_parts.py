@@ -1,7 +1,5 @@
 """The parts of quantized Hugging Face folders that ranks own: the fields of the whole, exactly, and no other expert."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

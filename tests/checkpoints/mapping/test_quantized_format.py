@@ -1,7 +1,5 @@
 """Quantized parameters of every format in safetensors files: bit for bit, in either expert layout, or a clear error."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Boxes, links and expressions: every map moves each element exactly once, in both directions, whatever its parts."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """Bands of rows: quantized and dequantized piece by piece, the numbers are those of the whole matrix."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

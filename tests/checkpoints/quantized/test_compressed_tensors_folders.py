@@ -1,7 +1,5 @@
 """Folders that the compressed-tensors package itself writes, taken over and given back."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -10,7 +8,7 @@ import pytest
 import torch
 
 from te_models.checkpoints import export_hf, import_hf
-from tests.checkpoints.hf_cases import assert_same_bits, stored, transformers
+from tests.checkpoints.hf_cases import assert_same_bits, stored, there_and_back, transformers
 
 pytest.importorskip("compressed_tensors", reason="it writes the folders: te_models[test]")
 compressors = pytest.importorskip("compressed_tensors.compressors")
@@ -101,17 +99,13 @@ def test_what_the_package_writes_is_read(tmp_path: Path, preset: str, exact: boo
     found = stored(tmp_path / "plain")
     assert_same_bits(found, {name: expected[name].contiguous() for name in found})
     if exact:
-        import_hf(tmp_path / "hf", tmp_path / "ours")
-        export_hf(tmp_path / "ours", tmp_path / "back")
-        assert_same_bits(stored(tmp_path / "back"), stored(tmp_path / "hf"))
+        assert_same_bits(stored(there_and_back(tmp_path / "hf", tmp_path)), stored(tmp_path / "hf"))
 
 
 @pytest.mark.parametrize("presets", ["W4A16 and FP8_BLOCK", "W8A16 and W4A16_ASYM"])
 def test_a_folder_of_two_schemes_stays_one(tmp_path: Path, presets: str) -> None:
     """transformers 5.23 decodes every group as the first one, so the values are not compared."""
     write(tmp_path / "hf", presets)
-    import_hf(tmp_path / "hf", tmp_path / "ours")
-    export_hf(tmp_path / "ours", tmp_path / "back")
-    assert_same_bits(stored(tmp_path / "back"), stored(tmp_path / "hf"))
+    assert_same_bits(stored(there_and_back(tmp_path / "hf", tmp_path)), stored(tmp_path / "hf"))
     declared = [json.loads((tmp_path / n / "config.json").read_text())["quantization_config"] for n in ("hf", "back")]
     assert declared[0] == declared[1] and len(declared[0]["config_groups"]) == 2

@@ -1,7 +1,5 @@
 """Which way a parameter takes through a conversion, and the options that all conversions share."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -71,7 +69,7 @@ def test_stacks_of_experts_have_no_scales_of_single_matrices(tmp_path: Path) -> 
 def test_an_unknown_option_is_named_before_anything_is_read(conversion: object, tmp_path: Path) -> None:
     needed = {relayout: ("grouped",), quantize: ("mxfp8",), upcycle: (4, 2)}.get(conversion, ())
     with pytest.raises(TypeError, match=r"'overwite' is no option; allowed: overwrite, .*verify"):
-        conversion(tmp_path / "missing", tmp_path / "out", *needed, overwite=True)  # type: ignore[operator]
+        conversion(tmp_path / "missing", tmp_path / "out", *needed, overwite=True)
 
 
 def test_the_error_of_a_stack_is_the_largest_of_its_experts(tmp_path: Path) -> None:
@@ -81,7 +79,6 @@ def test_the_error_of_a_stack_is_the_largest_of_its_experts(tmp_path: Path) -> N
     lines = {}
     for form in ("published", "fused"):
         plan = export_hf(tmp_path / "ours", tmp_path / form, form=form)
-        assert plan.report is not None
         experts = [line for line in plan.report.to_dict() if "experts" in line["tensors"]]
         lines[form] = [(x["tensors"], x["kind"], x["count"], x.get("max_relative_error")) for x in experts]
     assert lines["published"] == lines["fused"] and any(kind == "re-encoded" for _, kind, *_ in lines["fused"])

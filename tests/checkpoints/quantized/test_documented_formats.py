@@ -1,7 +1,5 @@
 """The table of formats in docs/quantized.md: a row for every format that is read, and certificates say what it says."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

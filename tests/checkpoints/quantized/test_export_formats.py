@@ -1,7 +1,5 @@
 """Quantized folders of ours in formats other than their own: what is exact, what is refused, what is quantized anew."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -88,7 +86,7 @@ def test_what_mxfp8_took_over_from_fp8_blocks_goes_back(tmp_path: Path, model: s
     source, _ = make(Case(model, fp8_block(pow2=True), POW2.config), tmp_path)
     import_hf(source, tmp_path / "ours", storage="mxfp8", layout=layout)
     plan = export_hf(tmp_path / "ours", tmp_path / "back")
-    assert plan.report is not None and {x.kind for x in plan.report.lines.values()} == {"exact", "re-encoded exact"}
+    assert {x.kind for x in plan.report.lines.values()} == {"exact", "re-encoded exact"}
     assert_same_bits(stored(source), stored(tmp_path / "back"))
     assert json.loads((tmp_path / "back/config.json").read_text()) == json.loads((source / "config.json").read_text())
     export_hf(tmp_path / "ours", tmp_path / "mxfp8", format="mxfp8")
@@ -116,7 +114,6 @@ def test_uneven_scales_are_refused_and_requantized_as_asked(tmp_path: Path) -> N
         export_hf(tmp_path / "ours", tmp_path / "new/back")
     assert not (tmp_path / "new").exists()
     plan = export_hf(tmp_path / "ours", tmp_path / "back", format="fp8", allow_requantize=True)
-    assert plan.report is not None
     (line,) = (line for line in plan.report.lines.values() if line.kind == "requantized")
     assert (line.tensors, line.count, line.source, line.target) == ("mlp.experts.linear_fc2.weight", 1, "mxfp8", "fp8")
     assert line.max_error
@@ -140,14 +137,12 @@ def test_every_pair_is_exact_or_requantized(
         assert "--allow-requantize" in str(error) or "four bits" in str(error)
         assert not (tmp_path / "hf").exists()
         plan = export_hf(source, tmp_path / "hf", format=format, form=form, allow_requantize=True)
-        assert plan.report is not None
         lines = [line for line in plan.report.lines.values() if line.kind == "requantized"]
         assert [line.count for line in lines] == [2] * 4
         pow2 = recipe == "block" and "mxfp8" in format  # of 128x128 blocks fit smaller ones
         assert all(line.max_error == 0 if pow2 else line.max_error for line in lines)
         assert json.loads((tmp_path / "hf/conversion.json").read_text())["classes"] == plan.report.to_dict()
     again = import_hf(tmp_path / "hf", tmp_path / "again")  # what is written is taken over, without options
-    assert again.report is not None
     assert not {"requantized", "dequantized"} & {line.kind for line in again.report.lines.values()}
     import_hf(tmp_path / "hf", tmp_path / "back", dequantize=True)
     back, values = stored(tmp_path / "back"), stored(quantized / f"{recipe}-values")
@@ -195,7 +190,7 @@ def test_mxfp4_comes_back_from_requantizing(tmp_path: Path) -> None:
     source, _ = make(CASES["mxfp4-pack-quantized"], tmp_path)
     import_hf(source, tmp_path / "ours")
     plan = export_hf(tmp_path / "ours", tmp_path / "back", allow_requantize=True)
-    assert plan.report is not None and not [x for x in plan.report.lines.values() if x.kind == "requantized"]
+    assert not [x for x in plan.report.lines.values() if x.kind == "requantized"]
     assert_same_bits(stored(source), stored(tmp_path / "back"))
     import_hf(source, tmp_path / "values", dequantize=True)
     quantize(tmp_path / "values", tmp_path / "mxfp8", "mxfp8")
@@ -212,7 +207,6 @@ def test_experts_of_gpt_oss_are_requantized_in_their_own_layout(tmp_path: Path) 
     for form, name in (("published", "gate_up_proj"), ("per-expert", "1.up_proj.weight")):
         folder = tmp_path / form
         plan = export_hf(tmp_path / "ours", folder, format="fp8", form=form, allow_requantize=True)
-        assert plan.report is not None
         errors = {x.tensors: x.max_error for x in plan.report.lines.values() if x.kind == "requantized"}
         assert set(errors) == {"mlp.experts.linear_fc1.weight", "mlp.experts.linear_fc2.weight"}
         assert f"model.layers.0.mlp.experts.{name}_scale_inv" in stored(folder)
@@ -234,7 +228,6 @@ def test_exported_values_are_those_of_dequantizing_first(tmp_path: Path, case: s
     import_hf(source, tmp_path / "ours")
     relayout(tmp_path / "ours", tmp_path / "q", layout)
     plan = export_hf(tmp_path / "q", tmp_path / "at-once", dequantize=True, max_shard_bytes=300_000)
-    assert plan.report is not None
     assert {line.kind for line in plan.report.lines.values()} == {"exact", "dequantized"}
     dequantize(tmp_path / "q", tmp_path / "values")
     export_hf(tmp_path / "values", tmp_path / "in-two-steps")

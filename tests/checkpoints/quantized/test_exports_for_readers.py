@@ -1,7 +1,5 @@
 """Exports that leave the format to us, or name one, as the packages that read them understand their declarations."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Exports of tied and untied models in every format, as transformers computes them: its logits against ours."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

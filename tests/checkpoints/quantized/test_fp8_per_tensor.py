@@ -1,7 +1,5 @@
 """`quant_method` "fp8" with one scale per matrix: folders that transformers writes, and reads again."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import warnings
@@ -39,8 +37,7 @@ def written_by_transformers(folder: Path) -> Path:
     plain = ["model.vision_tower", "model.multi_modal_projector", "lm_head"]
     config = transformers.FineGrainedFP8Config(**options | {"modules_to_not_convert": plain})
     generator = torch.Generator().manual_seed(3)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         finegrained.replace_with_fp8_linear(model, plain, config)
         tensors = dict(model.state_dict())
         for name in tensors:
@@ -63,7 +60,7 @@ def test_what_transformers_writes_is_taken_over_and_comes_back(tmp_path: Path) -
     assert len(scales) == 14 and all(tensors[name].shape == () for name in scales)
     assert len([name for name in tensors if name.endswith("activation_scale")]) == 14
     plan = import_hf(source, tmp_path / "ours")
-    assert plan.report is not None and {line.kind for line in plan.report.lines.values()} == {"exact"}
+    assert {line.kind for line in plan.report.lines.values()} == {"exact"}
     assert "fp8-per-tensor -> float8" in str(plan.report) and not plan.ignored
     assert inspect(tmp_path / "ours").formats == {"float8": 8}
     relayout(tmp_path / "ours", tmp_path / "split", "per-gemm")
@@ -99,8 +96,7 @@ def test_transformers_reads_what_the_export_writes(tmp_path: Path, case: str, mo
         import_hf(source, tmp_path / "ours", storage="float8_block" if "blocks" in case else None)
     export_hf(tmp_path / "ours", tmp_path / "back", format="fp8-per-tensor")
     load = transformers.AutoModelForCausalLM.from_pretrained
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         options = transformers.FineGrainedFP8Config(dequantize=True, weight_block_size=None)
         found = load(tmp_path / "back", dtype=torch.bfloat16, quantization_config=options)
         expected = load(reference, dtype=torch.bfloat16)
@@ -121,7 +117,6 @@ def test_scales_that_differ_are_exact_in_blocks(tmp_path: Path, case: str, layou
     ):
         import_hf(source, tmp_path / "ours", storage="float8")
     plan = import_hf(source, tmp_path / "ours", storage=storage, layout=layout)
-    assert plan.report is not None
     assert {line.kind for line in plan.report.lines.values()} == {"exact", "re-encoded exact"}
     assert set(inspect(tmp_path / "ours").formats) == {"float8_block"} | ({"float8"} if storage is None else set())
     hf, ours = (GPTModel.from_pretrained(folder).state_dict() for folder in (source, tmp_path / "ours"))
@@ -129,7 +124,7 @@ def test_scales_that_differ_are_exact_in_blocks(tmp_path: Path, case: str, layou
     dequantize(tmp_path / "ours", tmp_path / "values")
     assert verify(tmp_path / "values", reference).equal
     plan = export_hf(tmp_path / "ours", tmp_path / "back")
-    assert plan.report is not None and not plan.ignored
+    assert not plan.ignored
     assert {line.kind for line in plan.report.lines.values()} == {"exact", "re-encoded exact"}
     assert_same_bits(stored(source), stored(tmp_path / "back"))
 
@@ -155,7 +150,6 @@ def test_scales_that_differ_inside_of_a_matrix_are_no_scale_of_it(tmp_path: Path
     ):
         export_hf(tmp_path / "ours", tmp_path / "back")
     plan = export_hf(tmp_path / "ours", tmp_path / "back", format="fp8-per-tensor", allow_requantize=True)
-    assert plan.report is not None
     (line,) = (line for line in plan.report.lines.values() if line.kind == "requantized")
     assert (line.tensors, line.count) == ("mlp.linear_fc2.weight", 1) and line.max_error
 

@@ -1,7 +1,5 @@
 """FP8 in 128x128 blocks: taken over number for number, dequantized, or refused in one sentence."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +11,7 @@ from safetensors.torch import save_file
 from te_models import GPTModel
 from te_models.checkpoints import CheckpointError, dequantize, export_hf, import_hf, inspect, open_checkpoint, verify
 from tests.checkpoints.hf_cases import assert_same_bits, stored
-from tests.checkpoints.quantized_cases import CASES, FP8_CONFIG, Case, fp8_block, logits, make
+from tests.checkpoints.quantized_cases import CASES, FP8_CONFIG, Case, fp8_block, make
 
 POW2 = FP8_CONFIG | {"scale_fmt": "ue8m0"}
 MODELS = ("qwen3", "qwen3_moe", "deepseek_v3")
@@ -25,7 +23,7 @@ MODELS = ("qwen3", "qwen3_moe", "deepseek_v3")
 def test_the_numbers_of_the_files_are_taken_over(tmp_path: Path, model: str, layout: str) -> None:
     source, reference = make(Case(model, fp8_block(), FP8_CONFIG), tmp_path)
     plan = import_hf(source, tmp_path / "ours", layout=layout)
-    assert plan.report is not None and all(line.kind == "exact" for line in plan.report.lines.values())
+    assert all(line.kind == "exact" for line in plan.report.lines.values())
     assert sorted(p for o in plan.outputs for p in {piece.source for piece in o.pieces}) == sorted(stored(source))
     ours, theirs = stored(tmp_path / "ours"), stored(source)
     p, q = "decoder.layers.1.", "model.layers.1."
@@ -45,23 +43,9 @@ def test_the_numbers_of_the_files_are_taken_over(tmp_path: Path, model: str, lay
 def test_dequantized_on_import_they_are_the_reference_s_values(tmp_path: Path, model: str) -> None:
     source, reference = make(Case(model, fp8_block(), FP8_CONFIG), tmp_path, torch.float32)
     plan = import_hf(source, tmp_path / "values", dequantize=True)
-    assert plan.report is not None and {line.kind for line in plan.report.lines.values()} == {"exact", "dequantized"}
+    assert {line.kind for line in plan.report.lines.values()} == {"exact", "dequantized"}
     report = verify(tmp_path / "values", reference)
     assert report.equal, str(report)
-
-
-@pytest.mark.sentinels("deepseek_v3")
-@pytest.mark.parametrize("model", MODELS)
-def test_logits_are_those_of_transformers_on_the_decoded_weights(tmp_path: Path, model: str) -> None:
-    source, reference = make(Case(model, fp8_block(), FP8_CONFIG), tmp_path, torch.float32)
-    import_hf(source, tmp_path / "ours")
-    expected = logits(reference)
-    tokens = torch.arange(20)[None] % 61
-    for folder in (source, tmp_path / "ours"):
-        model_ = GPTModel.from_pretrained(folder, device="cpu")
-        with torch.no_grad():
-            found = model_(tokens).logits.float()
-        assert (found - expected).abs().max() < 1e-4 * expected.abs().max()
 
 
 @pytest.mark.slow
@@ -69,7 +53,6 @@ def test_logits_are_those_of_transformers_on_the_decoded_weights(tmp_path: Path,
 def test_power_of_two_scales_also_fit_mxfp8(tmp_path: Path, model: str) -> None:
     source, reference = make(Case(model, fp8_block(pow2=True), POW2), tmp_path)
     plan = import_hf(source, tmp_path / "ours", storage="mxfp8")
-    assert plan.report is not None
     assert {line.kind for line in plan.report.lines.values()} == {"exact", "re-encoded exact"}
     assert inspect(tmp_path / "ours").formats == {"mxfp8": 8}
     dequantize(tmp_path / "ours", tmp_path / "values")
@@ -94,7 +77,6 @@ def test_scales_that_are_bytes_are_taken_over_and_come_back(tmp_path: Path, stor
     tensors["model.layers.0.self_attn.o_proj.weight_scale_inv"].view(torch.uint8)[0] = 0  # 2^-127, a subnormal number
     save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
     plan = import_hf(source, tmp_path / "ours", storage=storage)
-    assert plan.report is not None
     assert {line.kind for line in plan.report.lines.values()} == {"exact", "re-encoded exact"}
     export_hf(tmp_path / "ours", tmp_path / "back")
     assert_same_bits(stored(tmp_path / "back"), tensors)
@@ -115,7 +97,7 @@ def test_scales_that_do_not_keep_their_promise_are_taken_over(tmp_path: Path, la
         tensors[f"{name}.weight_scale_inv"] *= 1.3
     save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
     plan = import_hf(source, tmp_path / "ours", layout=layout)
-    assert plan.report is not None and {line.kind for line in plan.report.lines.values()} == {"exact"}
+    assert {line.kind for line in plan.report.lines.values()} == {"exact"}
     with open_checkpoint(tmp_path / "ours") as ckpt:
         kept = {name: meta["quantizer"]["force_pow_2_scales"] for name, meta in ckpt.formats.items()}
     loose = {"decoder.layers.0.self_attention.linear_proj.weight", "decoder.layers.1.mlp.experts.linear_fc1.weight"}
@@ -142,7 +124,6 @@ def test_cut_blocks_are_refused_or_requantized_as_asked(tmp_path: Path) -> None:
         assert "decoder.layers.0.mlp.experts.linear_fc2.weight" in ckpt.formats
         assert "decoder.layers.0.mlp.experts.linear_fc1.weight" not in ckpt.formats
     plan = import_hf(source, tmp_path / "ours", allow_requantize=True)
-    assert plan.report is not None
     (line,) = (line for line in plan.report.lines.values() if line.kind == "requantized")
     assert (line.tensors, line.count) == ("mlp.experts.linear_fc1.weight", 2)
     dequantize(tmp_path / "ours", tmp_path / "values")

@@ -1,7 +1,5 @@
 """Quantized folders imported into a form other than their own: MXFP4 as NVFP4 where it is exact, the others anew."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -45,7 +43,6 @@ def test_mxfp4_is_exact_in_nvfp4(tmp_path: Path, case: str, layout: str) -> None
     source, _ = make(CASES[case], tmp_path, torch.float32)
     set_scales(source, SCALES[case], 118 + 17)
     plan = import_hf(source, tmp_path / "ours", storage="nvfp4", layout=layout, max_shard_bytes=200_000)
-    assert plan.report is not None
     assert {x.kind for x in plan.report.lines.values()} == {"exact", "re-encoded exact"}
     assert set(inspect(tmp_path / "ours").formats) == {"nvfp4"}
     dequantize(tmp_path / "ours", tmp_path / "values")
@@ -65,7 +62,6 @@ def test_scales_too_far_apart_are_refused_or_requantized_as_asked(tmp_path: Path
         import_hf(source, tmp_path / "new/ours", storage="nvfp4")
     assert not (tmp_path / "new").exists()
     plan = import_hf(source, tmp_path / "ours", storage="nvfp4", allow_requantize=True)
-    assert plan.report is not None
     lines = [x for x in plan.report.lines.values() if x.kind == "requantized" and "columnwise" not in x.target]
     assert [(x.count, x.target) for x in lines] == [(1, "nvfp4")] and lines[0].tensors.endswith(f"{name}.weight")
     assert lines[0].max_error
@@ -130,7 +126,6 @@ def test_only_scales_that_are_no_powers_of_two_are_requantized_for_mxfp8(tmp_pat
     with pytest.raises(CheckpointError, match=r"not a power of two.* --allow-requantize quantizes it anew"):
         import_hf(source, tmp_path / "ours", storage="mxfp8")
     plan = import_hf(source, tmp_path / "ours", storage="mxfp8", allow_requantize=True)
-    assert plan.report is not None
     (line,) = [x for x in plan.report.lines.values() if x.kind == "requantized"]
     assert (line.tensors, line.count, line.target) == ("mlp.experts.linear_fc1.weight", 1, "mxfp8") and line.max_error
     assert set(inspect(tmp_path / "ours").formats) == {"mxfp8"}

@@ -1,8 +1,6 @@
 """Folders of every quantized format after training: what was not touched comes back byte for byte, with the scales of
 activations that it was calibrated with; what was touched is values, and its scales are named as left out."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -44,7 +42,6 @@ def test_what_training_left_alone_comes_back_byte_for_byte(tmp_path: Path, case:
     plan = export_hf(tmp_path / "trained", tmp_path / "back")
     before, after = stored(source), stored(tmp_path / "back")
     origin = model.origin
-    assert origin is not None
     namespace = FAMILIES[origin.family or ""].namespace(model.config, origin.form)
     weights = {link.stored for link in namespace.links if link.name == f"{TOUCHED}.weight"}
     modules = tuple(f"{weight.removesuffix('.weight')}." for weight in weights)

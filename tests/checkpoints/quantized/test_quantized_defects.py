@@ -1,7 +1,5 @@
 """Quantized folders that are not what they declare: one sentence with the tensor or the field, nothing written."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Every quantized format of Hugging Face files: import, values, logits, the way back, against float64 decoders."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import re
@@ -27,7 +25,7 @@ from te_models.checkpoints import (
     verify,
 )
 from te_models.layers.quantizer import Quantizer
-from tests.checkpoints.hf_cases import assert_same_bits, refused, stored, transformers
+from tests.checkpoints.hf_cases import assert_same_bits, refused, stored, there_and_back, transformers
 from tests.checkpoints.quantized_cases import CASES, CHANNEL, MODELOPT_CHANNEL, logits, make, modelopt
 
 quantizer_finegrained_fp8 = importlib.import_module("transformers.quantizers.quantizer_finegrained_fp8")
@@ -60,7 +58,6 @@ def assert_values(folder: Path, reference: Path, case: str) -> None:
 def test_import_and_export_restore_every_byte(tmp_path: Path, case: str) -> None:
     source, reference = make(CASES[case], tmp_path, torch.float32)
     plan = import_hf(source, tmp_path / "ours")
-    assert plan.report is not None
     assert {line.kind for line in plan.report.lines.values()} <= {"exact", "re-encoded exact", "re-encoded"}
     rounded = [line for line in plan.report.lines.values() if line.kind == "re-encoded"]
     assert bool(rounded) == (case.startswith(("modelopt-nvfp4", "modelopt-mixed")) and "stacks" not in case) and all(
@@ -145,8 +142,10 @@ def test_a_model_of_values_is_loaded_on_request(tmp_path: Path, case: str, dtype
         assert "quantization_config" not in json.loads((tmp_path / f"{folder.name}-plain/config.json").read_text())
 
 
-@pytest.mark.sentinels("mxfp4-gpt-oss", "modelopt-fp8")
-@pytest.mark.parametrize("case", ["mxfp4-gpt-oss", "modelopt-nvfp4", "modelopt-fp8", "mxfp8-quantized"])
+@pytest.mark.sentinels("mxfp4-gpt-oss", "modelopt-fp8", "fp8-latent")
+@pytest.mark.parametrize(
+    "case", ["mxfp4-gpt-oss", "modelopt-nvfp4", "modelopt-fp8", "mxfp8-quantized", "fp8-dense", "fp8-moe", "fp8-latent"]
+)
 def test_logits_are_those_of_transformers_on_the_decoded_weights(tmp_path: Path, case: str) -> None:
     source, reference = make(CASES[case], tmp_path, torch.float32)
     import_hf(source, tmp_path / "ours")
@@ -165,12 +164,10 @@ def test_transformers_reads_what_the_export_writes(tmp_path: Path, case: str, mo
     # the check is for spreading a model over devices, which dequantizing on one does not do
     monkeypatch.setattr(quantizer_finegrained_fp8, "is_accelerate_available", lambda *args: True)
     source, reference = make(CASES[case], tmp_path)
-    import_hf(source, tmp_path / "ours")
-    export_hf(tmp_path / "ours", tmp_path / "back")
+    there_and_back(source, tmp_path)
     options = (transformers.Mxfp4Config if "mxfp4" in case else transformers.FineGrainedFP8Config)(dequantize=True)
     load = transformers.AutoModelForCausalLM.from_pretrained
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         found = load(tmp_path / "back", dtype=torch.bfloat16, quantization_config=options)
         expected = load(reference, dtype=torch.bfloat16)
     assert_same_bits(found.state_dict(), expected.state_dict())
@@ -184,7 +181,6 @@ def test_columnwise_copies_come_from_the_values(tmp_path: Path, case: str) -> No
     plain = import_hf(source, tmp_path / "plain")
     import_hf(source, tmp_path / "values", dequantize=True)
     ours, values, rowwise = stored(tmp_path / "ours"), stored(tmp_path / "values"), stored(tmp_path / "plain")
-    assert plan.report is not None
     copies = [line for line in plan.report.lines.values() if line.target.endswith("columnwise copy")]
     assert copies and all(line.kind == "requantized" and line.max_error for line in copies)
     for name, meta in plan.formats.items():
@@ -210,7 +206,6 @@ def test_a_scale_per_row_has_no_exact_form_but_may_be_requantized(tmp_path: Path
         import_hf(source, tmp_path / "ours")
     assert not (tmp_path / "ours").exists()
     plan = import_hf(source, tmp_path / "ours", allow_requantize=True)
-    assert plan.report is not None
     requantized = [line for line in plan.report.lines.values() if line.kind == "requantized"]
     assert len(requantized) == 4 and all(line.max_error for line in requantized)
     assert inspect(tmp_path / "ours").formats == {"float8": 8}
@@ -283,9 +278,7 @@ def test_modelopt_s_scales_of_the_cache_come_back(tmp_path: Path, case: str, att
 def test_a_declaration_inside_of_config_json_may_be_the_whole_file(tmp_path: Path) -> None:
     nested = {"quant_method": "modelopt", **modelopt("NVFP4", group_size=16)}
     source, _ = make(replace(CASES["modelopt-nvfp4"], config=nested, separate=None), tmp_path)
-    import_hf(source, tmp_path / "ours")
-    export_hf(tmp_path / "ours", tmp_path / "back")
-    assert_same_bits(stored(source), stored(tmp_path / "back"))
+    assert_same_bits(stored(there_and_back(source, tmp_path)), stored(source))
     assert json.loads((tmp_path / "back/config.json").read_text())["quantization_config"] == nested
 
 
@@ -294,9 +287,7 @@ def test_weights_alone_in_nvfp4_are_taken_over(tmp_path: Path) -> None:
     source, _ = make(replace(CASES["modelopt-nvfp4"], separate=modelopt("W4A16_NVFP4", group_size=16)), tmp_path)
     tensors = {n: t for n, t in stored(source).items() if not n.endswith("input_scale")}
     save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
-    import_hf(source, tmp_path / "ours")
-    export_hf(tmp_path / "ours", tmp_path / "back")
-    assert_same_bits(tensors, stored(tmp_path / "back"))
+    assert_same_bits(stored(there_and_back(source, tmp_path)), tensors)
     assert (
         json.loads((tmp_path / "back/hf_quant_config.json").read_text())["quantization"]["quant_algo"] == "W4A16_NVFP4"
     )
@@ -328,7 +319,6 @@ def test_every_conversion_reports_each_class_once(tmp_path: Path, layout: str) -
         "plain": {"converted"},
     }
     for folder, plan in plans.items():
-        assert plan.report is not None
         lines = plan.report.to_dict()
         assert {line["kind"] for line in lines} == kinds[folder]
         assert len({line["tensors"] for line in lines}) == len(lines)

@@ -1,7 +1,5 @@
 """Values of quantized files, read a region at a time: any region is that part of the whole, wherever blocks end."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 

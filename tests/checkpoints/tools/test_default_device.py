@@ -1,8 +1,6 @@
 """Torch's default device is where a user makes tensors without saying where: files are converted and weights read in
 main memory under any, and models that have weights decode with them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 
@@ -70,7 +68,6 @@ def test_weights_that_are_read_have_memory(folders: Path) -> None:
 
 
 def test_models_decode_where_their_weights_are() -> None:
-    torch.manual_seed(0)
     models, ids = [GPTModel(tiny()).eval(), GPTModel(tiny_moe(), dtype=torch.bfloat16).eval()], token_ids(2, 5)
     for temperature in (0.0, 1.0):
         for model in models:

@@ -1,7 +1,5 @@
 """diff: what differs, and by how much."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil
@@ -62,10 +60,9 @@ def test_differences_are_measured(hf_folder: HFFolder, tmp_path: Path) -> None:
     json.dumps(diff(source, tmp_path / "ours").to_dict(), allow_nan=False)
 
 
-def test_the_largest_difference_comes_first(hf_folder: HFFolder, tmp_path: Path) -> None:
-    source = hf_folder("llama")
-    import_hf(source, tmp_path / "ours")
-    quantize(source, tmp_path / "fp8", "current")
+def test_the_largest_difference_comes_first(llama: Path, tmp_path: Path) -> None:
+    import_hf(llama, tmp_path / "ours")
+    quantize(llama, tmp_path / "fp8", "current")
     report = diff(tmp_path / "ours", tmp_path / "fp8")
     relative = [t.relative for t in report.tensors]
     assert relative == sorted(relative, reverse=True) and 0 < relative[-1] <= relative[0] < 0.05
@@ -88,18 +85,17 @@ def test_configuration_and_tensors_of_one_side(hf_folder: HFFolder, tmp_path: Pa
     assert diff(tied, tmp_path / "ours").notes == [f"carried.{buffer}: only in {tied}"]
 
 
-def test_the_verb(hf_folder: HFFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    source = hf_folder("llama")
-    quantize(source, tmp_path / "fp8", "mxfp8")
-    assert main(["diff", str(source), str(source)]) == 0
+def test_the_verb(llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    quantize(llama, tmp_path / "fp8", "mxfp8")
+    assert main(["diff", str(llama), str(llama)]) == 0
     assert capsys.readouterr().out == "15 parameters equal, 0 different\n"
-    assert main(["diff", str(source), str(tmp_path / "fp8"), "--json"]) == 1
+    assert main(["diff", str(llama), str(tmp_path / "fp8"), "--json"]) == 1
     result = json.loads(capsys.readouterr().out)
     assert result["equal"] is False and result["equal_tensors"] == 7 and len(result["tensors"]) == 8
-    assert main(["diff", str(source), str(tmp_path / "fp8")]) == 1
+    assert main(["diff", str(llama), str(tmp_path / "fp8")]) == 1
     out = capsys.readouterr().out
     assert "parameter" in out and NAME in out and out.endswith("7 parameters equal, 8 different\n")
-    assert main(["diff", str(source), str(tmp_path / "absent")]) == 2
+    assert main(["diff", str(llama), str(tmp_path / "absent")]) == 2
 
 
 def test_scales_that_no_form_of_ours_takes_over_are_seen(tmp_path: Path) -> None:

@@ -1,8 +1,6 @@
 """Refit: a folder of another format takes the weights of a later state, with the bits of a fresh export, and files that
 do not change are not written."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 

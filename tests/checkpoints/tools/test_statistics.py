@@ -1,7 +1,5 @@
 """inspect: weights by part of the model, and the scales of quantized weights."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """toy: rows of the original, byte for byte, and a model that transformers loads."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import warnings
@@ -12,16 +10,15 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from te_models import GPTModel
-from te_models.checkpoints import CheckpointError, export_hf, import_hf, inspect, toy
+from te_models.checkpoints import CheckpointError, import_hf, inspect, toy
 from te_models.checkpoints.families.base.unused import COUNTS
 from tests.checkpoints.family_cases import CASES, make
 from tests.checkpoints.folder.test_passthrough import FAMILIES as FURTHER
-from tests.checkpoints.hf_cases import HFFolder, assert_same_bits, stored, transformers
+from tests.checkpoints.hf_cases import HFFolder, assert_same_bits, stored, there_and_back, transformers
 
 
 def save(case: str, folder: Path, **options: bool) -> Path:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         make(case, dtype=torch.bfloat16).save_pretrained(folder, **options)
     return folder
 
@@ -108,7 +105,7 @@ def test_the_fused_form_is_kept(tmp_path: Path, case: str) -> None:
     assert fused and all(stored(tmp_path / "toy")[name].shape[0] == 3 for name in fused)
 
 
-def test_layers_are_the_first_ones_and_one_with_experts(hf_folder: HFFolder, tmp_path: Path) -> None:
+def test_layers_are_the_first_ones_and_one_with_experts(llama: Path, tmp_path: Path) -> None:
     source = save("deepseek_v3", tmp_path / "hf")  # layer 0 is dense
     assert inspect(source).config["moe"]["layers"] == [1]
     toy(source, tmp_path / "toy", layers=1)
@@ -116,12 +113,11 @@ def test_layers_are_the_first_ones_and_one_with_experts(hf_folder: HFFolder, tmp
     original, part = stored(source), stored(tmp_path / "toy")
     name = "self_attn.o_proj.weight"
     assert torch.equal(part[f"model.layers.0.{name}"], original[f"model.layers.1.{name}"])
-    dense = hf_folder("llama")
-    toy(dense, tmp_path / "one", layers=1)
-    parts, whole = stored(tmp_path / "one"), stored(dense)
+    toy(llama, tmp_path / "one", layers=1)
+    parts, whole = stored(tmp_path / "one"), stored(llama)
     assert parts.keys() == {name for name in whole if ".layers.1." not in name}
     assert all(torch.equal(tensor, whole[name]) for name, tensor in parts.items())
-    before, after = (json.loads((f / "config.json").read_text()) for f in (dense, tmp_path / "one"))
+    before, after = (json.loads((f / "config.json").read_text()) for f in (llama, tmp_path / "one"))
     assert after["num_hidden_layers"] == 1
     assert {k for k in before if before[k] != after.get(k)} <= {"num_hidden_layers", "layer_types"}
     assert (tmp_path / "one/tokenizer.json").is_file()
@@ -161,19 +157,16 @@ def test_layers_that_predict_further_tokens_are_kept(tmp_path: Path, family: str
     assert any(part.shape != originals[prefix + name].shape or "experts.1." in name for name, part in found.items())
     before, after = (json.loads((f / "config.json").read_text()) for f in (source, tmp_path / "toy"))
     assert [after.get(name) for name in COUNTS] == [before.get(name) for name in COUNTS]
-    import_hf(tmp_path / "toy", tmp_path / "ours")
-    export_hf(tmp_path / "ours", tmp_path / "back")
-    assert_same_bits(parts, stored(tmp_path / "back"))
+    assert_same_bits(stored(there_and_back(tmp_path / "toy", tmp_path)), parts)
 
 
-def test_constants_of_layers_that_are_taken_are_kept(hf_folder: HFFolder, tmp_path: Path) -> None:
-    source = hf_folder("llama")
-    file = source / "model.safetensors"
+def test_constants_of_layers_that_are_taken_are_kept(llama: Path, tmp_path: Path) -> None:
+    file = llama / "model.safetensors"
     names = [f"model.layers.{i}.self_attn.rotary_emb.inv_freq" for i in range(2)]
     save_file({**load_file(file), **{name: torch.rand(3) for name in names}}, file, metadata={"format": "pt"})
-    plan = toy(source, tmp_path / "toy", layers=1)
+    plan = toy(llama, tmp_path / "toy", layers=1)
     assert plan.passthrough == (names[0],) and names[1] not in stored(tmp_path / "toy")
-    assert torch.equal(stored(tmp_path / "toy")[names[0]], stored(source)[names[0]])
+    assert torch.equal(stored(tmp_path / "toy")[names[0]], stored(llama)[names[0]])
 
 
 def test_what_is_not_there_is_refused(hf_folder: HFFolder, tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
 """toy of quantized folders: the stored numbers and scales of what stays, byte for byte, under the same declaration."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -10,8 +8,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from te_models import GPTModel
-from te_models.checkpoints import check_manifest, export_hf, import_hf, toy
-from tests.checkpoints.hf_cases import assert_same_bits, stored
+from te_models.checkpoints import check_manifest, import_hf, toy
+from tests.checkpoints.hf_cases import assert_same_bits, stored, there_and_back
 from tests.checkpoints.quantized.test_quantized_hf import ROUNDED
 from tests.checkpoints.quantized_cases import CASES, CHANNEL, edit_config, make
 
@@ -31,7 +29,7 @@ def test_the_stored_numbers_are_those_of_the_original(tmp_path: Path, case: str)
     source, reference = make(ALL[case], tmp_path)
     experts = number_of_experts(source)
     plan = toy(source, tmp_path / "toy", layers=1, experts=experts)
-    assert plan.report is not None and {line.kind for line in plan.report.lines.values()} == {"exact"}
+    assert {line.kind for line in plan.report.lines.values()} == {"exact"}
     check_manifest(tmp_path / "toy")
     originals, parts = stored(source), stored(tmp_path / "toy")
     dense_first = "first_k_dense_replace" in json.loads((source / "config.json").read_text())
@@ -60,9 +58,7 @@ def test_the_stored_numbers_are_those_of_the_original(tmp_path: Path, case: str)
         error = (found[name].double() - value.double()).abs()
         assert (error <= (2.0**-8 * value.double().abs() if case in ROUNDED else 0)).all(), name
     if case in CASES:
-        import_hf(tmp_path / "toy", tmp_path / "ours")
-        export_hf(tmp_path / "ours", tmp_path / "back")
-        assert_same_bits(parts, stored(tmp_path / "back"))
+        assert_same_bits(stored(there_and_back(tmp_path / "toy", tmp_path)), parts)
         assert GPTModel.from_pretrained(tmp_path / "ours").config.num_layers == 1
 
 
@@ -86,9 +82,7 @@ def test_a_quantized_layer_that_predicts_further_tokens_is_kept(tmp_path: Path, 
     for name, part in found.items():
         whole = behind[name.replace(at, "model.layers.2.")]
         assert_same_bits({name: whole[tuple(slice(n) for n in part.shape)].contiguous()}, {name: part})
-    import_hf(tmp_path / "toy", tmp_path / "ours")
-    export_hf(tmp_path / "ours", tmp_path / "back")
-    assert_same_bits(parts, stored(tmp_path / "back"))
+    assert_same_bits(stored(there_and_back(tmp_path / "toy", tmp_path)), parts)
 
 
 def test_lists_of_modules_name_the_layers_that_stay(tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
 """Where a conversion may write is known before it starts, and a dry run refuses all that the run would."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Callable
@@ -24,55 +22,50 @@ def dry_run(request: pytest.FixtureRequest) -> bool:
     return request.param
 
 
-def test_a_mount_point(hf_folder: HFFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dry_run: bool) -> None:
-    source = hf_folder("llama")
+def test_a_mount_point(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dry_run: bool) -> None:
     (tmp_path / "disk").mkdir()
     monkeypatch.setattr(os.path, "ismount", lambda path: Path(path) == tmp_path / "disk")
     for overwrite in (False, True):
         with refused("disk is a mount point, which cannot be replaced; choose a folder inside it", tmp_path):
-            import_hf(source, tmp_path / "disk", overwrite=overwrite, dry_run=dry_run)
-    import_hf(source, tmp_path / "disk/ours", dry_run=dry_run)
+            import_hf(llama, tmp_path / "disk", overwrite=overwrite, dry_run=dry_run)
+    import_hf(llama, tmp_path / "disk/ours", dry_run=dry_run)
 
 
 @pytest.mark.parametrize("name", [".", "..", "../here", "../../here/deep/.."])
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_the_current_directory(
-    hf_folder: HFFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, overwrite: bool, dry_run: bool
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, overwrite: bool, dry_run: bool
 ) -> None:
-    source = hf_folder("llama")
     (tmp_path / "here/deep").mkdir(parents=True)
     monkeypatch.chdir(tmp_path / "here" if name != "../../here/deep/.." else tmp_path / "here/deep")
     with refused(f"^{name} is the current directory, or contains it, and cannot be replaced", tmp_path):
-        import_hf(source, name, overwrite=overwrite, dry_run=dry_run)
+        import_hf(llama, name, overwrite=overwrite, dry_run=dry_run)
 
 
 def test_the_verb_does_not_advise_to_replace_it(
-    hf_folder: HFFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    llama: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    source = hf_folder("llama")
-    monkeypatch.chdir(source)
-    assert main(["import", str(source), "."]) == 2
+    monkeypatch.chdir(llama)
+    assert main(["import", str(llama), "."]) == 2
     assert ". is the current directory" in capsys.readouterr().err
 
 
-def test_a_folder_named_by_dots_is_worked_on_beside_it(hf_folder: HFFolder, tmp_path: Path) -> None:
-    source = hf_folder("llama")
+def test_a_folder_named_by_dots_is_worked_on_beside_it(llama: Path, tmp_path: Path) -> None:
     (tmp_path / "ours/x").mkdir(parents=True)
-    import_hf(source, tmp_path / "ours/x/..", overwrite=True)
-    assert verify(source, tmp_path / "ours").equal and not (tmp_path / "ours/x").exists()
+    import_hf(llama, tmp_path / "ours/x/..", overwrite=True)
+    assert verify(llama, tmp_path / "ours").equal and not (tmp_path / "ours/x").exists()
 
 
 def test_the_space_is_that_of_the_folder_around(
-    hf_folder: HFFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dry_run: bool
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dry_run: bool
 ) -> None:
-    source = hf_folder("llama")
     (tmp_path / "small").mkdir()
     (tmp_path / "small/empty").mkdir()
     free = {tmp_path / "small": 1000}
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=free.get(Path(path), usage.free)))
     with refused(r"small/empty needs \d+\.\d KiB and its disk has 1000 bytes free", tmp_path):
-        import_hf(source, tmp_path / "small/empty", dry_run=dry_run)
+        import_hf(llama, tmp_path / "small/empty", dry_run=dry_run)
 
 
 @pytest.mark.parametrize(
@@ -84,14 +77,11 @@ def test_the_space_is_that_of_the_folder_around(
         ("file/x", "Not a directory"),
     ],
 )
-def test_a_name_that_no_folder_can_have(
-    hf_folder: HFFolder, tmp_path: Path, name: str, says: str, dry_run: bool
-) -> None:
-    source = hf_folder("llama")
+def test_a_name_that_no_folder_can_have(llama: Path, tmp_path: Path, name: str, says: str, dry_run: bool) -> None:
     (tmp_path / "file").write_text("")
     for convert in (import_hf, reshard):
         with refused(f"cannot be written: .*{says}", tmp_path):
-            convert(source, tmp_path / name, dry_run=dry_run)
+            convert(llama, tmp_path / name, dry_run=dry_run)
 
 
 def test_a_dry_run_checks_what_the_run_does(hf_folder: HFFolder, tmp_path: Path, dry_run: bool) -> None:
@@ -128,11 +118,9 @@ def test_a_source_that_is_no_path(tmp_path: Path, name: str | Path) -> None:
 
 
 @pytest.mark.parametrize("lost", ["README.md", "pytorch_model.bin", "original/params.json", ".git/HEAD"])
-def test_what_lies_beside_a_model_is_not_lost_in_place(
-    hf_folder: HFFolder, tmp_path: Path, dry_run: bool, lost: str
-) -> None:
+def test_what_lies_beside_a_model_is_not_lost_in_place(llama: Path, tmp_path: Path, dry_run: bool, lost: str) -> None:
     folder = tmp_path / "model"
-    shutil.copytree(hf_folder("llama"), folder)
+    shutil.copytree(llama, folder)
     (folder / "LICENSE").write_text("free")
     (folder / "additional_chat_templates").mkdir()
     (folder / "additional_chat_templates/tools.jinja").write_text("{}")

@@ -1,7 +1,5 @@
 """Interrupted conversions: nothing half-written under the final name, and the previous result survives."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -40,8 +38,8 @@ def killed_run(source: Path, destination: Path, moment: tuple[str, float], shard
         def die(*_: object) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
-        def nth(function):  # type: ignore[no-untyped-def]
-            def wrapper(*args, **kwargs):  # type: ignore[no-untyped-def]
+        def nth(function):
+            def wrapper(*args, **kwargs):
                 nonlocal count
                 count += 1
                 if count == when:
@@ -125,8 +123,7 @@ def test_sigkill_at_any_moment(hf_folder: HFFolder, tmp_path: Path, moments: str
     assert swapped, "one of the moments lies between the exchange of names and the removal of the old folder"
 
 
-def test_an_exception_leaves_nothing(hf_folder: HFFolder, tmp_path: Path) -> None:
-    source = hf_folder("llama")
+def test_an_exception_leaves_nothing(llama: Path, tmp_path: Path) -> None:
 
     def interrupt(done: int, total: int) -> None:
         if done > total / 2:
@@ -134,32 +131,31 @@ def test_an_exception_leaves_nothing(hf_folder: HFFolder, tmp_path: Path) -> Non
 
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(KeyboardInterrupt):
-        import_hf(source, tmp_path / "new" / "ours", progress=interrupt)
+        import_hf(llama, tmp_path / "new" / "ours", progress=interrupt)
     assert sorted(tmp_path.rglob("*")) == before
-    import_hf(source, tmp_path / "ours")
+    import_hf(llama, tmp_path / "ours")
     manifest = (tmp_path / "ours/manifest.json").read_bytes()
     with pytest.raises(KeyboardInterrupt):
-        import_hf(source, tmp_path / "ours", dtype="float32", overwrite=True, progress=interrupt)
+        import_hf(llama, tmp_path / "ours", dtype="float32", overwrite=True, progress=interrupt)
     assert (tmp_path / "ours/manifest.json").read_bytes() == manifest
     assert sorted(p.name for p in tmp_path.iterdir()) == ["hf-llama", "ours"]
 
 
-def test_existing_destinations(hf_folder: HFFolder, tmp_path: Path) -> None:
-    source = hf_folder("llama")
+def test_existing_destinations(llama: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("precious")
     with pytest.raises(CheckpointError, match="exists and is not a folder"):
-        import_hf(source, tmp_path / "file", overwrite=True)
+        import_hf(llama, tmp_path / "file", overwrite=True)
     (tmp_path / "full").mkdir()
     (tmp_path / "full/precious").write_text("x")
     with pytest.raises(CheckpointError, match="choose another destination or pass overwrite"):
-        import_hf(source, tmp_path / "full")
+        import_hf(llama, tmp_path / "full")
     assert (tmp_path / "full/precious").exists()
     (tmp_path / "link").symlink_to("full")
     with pytest.raises(CheckpointError, match="exists and is not a folder"):
-        import_hf(source, tmp_path / "link", overwrite=True)
+        import_hf(llama, tmp_path / "link", overwrite=True)
     (tmp_path / "empty").mkdir()
-    import_hf(source, tmp_path / "empty")
-    assert verify(source, tmp_path / "empty").equal
+    import_hf(llama, tmp_path / "empty")
+    assert verify(llama, tmp_path / "empty").equal
 
 
 def test_converting_in_place_replaces_the_source_at_the_end(hf_folder: HFFolder, tmp_path: Path) -> None:
@@ -175,12 +171,11 @@ def hf_folder_copy(hf_folder: HFFolder, tmp_path: Path) -> Path:
     return tmp_path / "fresh"
 
 
-def test_a_second_run_to_one_destination_is_refused(hf_folder: HFFolder, tmp_path: Path) -> None:
-    source = hf_folder("llama")
+def test_a_second_run_to_one_destination_is_refused(llama: Path, tmp_path: Path) -> None:
     with new_folder(tmp_path / "ours", overwrite=False) as first:
         (first / "a").write_text("1")
         with pytest.raises(CheckpointError, match=r"process \d+ on host .* is writing .*ours; wait for it"):
-            import_hf(source, tmp_path / "ours")
+            import_hf(llama, tmp_path / "ours")
         assert (first / "a").read_text() == "1"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["hf-llama", "ours"]
     assert [p.name for p in (tmp_path / "ours").iterdir()] == ["a"]
@@ -193,69 +188,64 @@ def test_a_destination_that_appears_meanwhile_is_kept(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.rglob("*")] == ["out", "precious"]
 
 
-def test_without_exchange_two_renames_do(hf_folder: HFFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_exchange_two_renames_do(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Systems that cannot exchange names in one step still never lose the old folder before the new one is complete."""
     monkeypatch.setattr(atomic, "_exchange", lambda a, b: False)
-    source = hf_folder("llama")
-    import_hf(source, tmp_path / "ours")
-    import_hf(source, tmp_path / "ours", dtype="float32", overwrite=True)
+    import_hf(llama, tmp_path / "ours")
+    import_hf(llama, tmp_path / "ours", dtype="float32", overwrite=True)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["hf-llama", "ours"]
 
 
-def test_a_folder_that_was_moved_aside_is_put_back(hf_folder: HFFolder, tmp_path: Path) -> None:
+def test_a_folder_that_was_moved_aside_is_put_back(llama: Path, tmp_path: Path) -> None:
     """Killed between those two renames: the next run, whatever it is, restores the old folder first."""
-    source = hf_folder("llama")
     for overwrite in (False, True):
         working = tmp_path / ".ours.partial"
         working.mkdir()
-        import_hf(source, working / "old")
+        import_hf(llama, working / "old")
         if overwrite:
-            import_hf(source, tmp_path / "ours", dtype="float32", overwrite=True)
-            assert not verify(source, tmp_path / "ours").equal
+            import_hf(llama, tmp_path / "ours", dtype="float32", overwrite=True)
+            assert not verify(llama, tmp_path / "ours").equal
         else:
             with pytest.raises(CheckpointError, match="exists; choose another destination"):
-                import_hf(source, tmp_path / "ours")
-            assert verify(source, tmp_path / "ours").equal
+                import_hf(llama, tmp_path / "ours")
+            assert verify(llama, tmp_path / "ours").equal
         assert sorted(p.name for p in tmp_path.iterdir()) == ["hf-llama", "ours"]
         (tmp_path / "ours").rename(tmp_path / "hf-llama" / f"done-{overwrite}")
 
 
 def test_a_working_folder_of_somebody_else_is_not_used(
-    hf_folder: HFFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source = hf_folder("llama")
     (tmp_path / ".ours.partial").mkdir()
     (tmp_path / ".ours.partial/content").write_text("planted")
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
     with pytest.raises(CheckpointError, match="belongs to another user"):
-        import_hf(source, tmp_path / "ours")
+        import_hf(llama, tmp_path / "ours")
     assert (tmp_path / ".ours.partial/content").read_text() == "planted"
     monkeypatch.undo()
     (tmp_path / ".ours.partial/content").unlink()
-    (tmp_path / ".ours.partial/content").symlink_to(source)
-    import_hf(source, tmp_path / "ours")
-    assert verify(source, tmp_path / "ours").equal and not (tmp_path / "ours").is_symlink()
+    (tmp_path / ".ours.partial/content").symlink_to(llama)
+    import_hf(llama, tmp_path / "ours")
+    assert verify(llama, tmp_path / "ours").equal and not (tmp_path / "ours").is_symlink()
 
 
 def test_a_disk_that_is_too_small_is_noticed_first(
-    hf_folder: HFFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source = hf_folder("llama")
     usage = type("Usage", (), {"free": 1000})
     monkeypatch.setattr(atomic.shutil, "disk_usage", lambda path: usage)
     with pytest.raises(CheckpointError, match=r"needs \d+\.\d KiB and its disk has \d+(\.\d KiB| bytes) free"):
-        import_hf(source, tmp_path / "ours")
+        import_hf(llama, tmp_path / "ours")
     assert not (tmp_path / "ours").exists()
 
 
-def test_a_full_disk_is_reported(hf_folder: HFFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_reported(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> int:
         raise OSError(28, "No space left on device")
 
-    source = hf_folder("llama")
     monkeypatch.setattr(os, "pwrite", full)
     with pytest.raises(CheckpointError, match=r"writing .* failed: No space left on device"):
-        import_hf(source, tmp_path / "ours")
+        import_hf(llama, tmp_path / "ours")
     monkeypatch.undo()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["hf-llama"]
 

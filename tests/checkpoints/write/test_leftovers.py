@@ -1,7 +1,5 @@
 """What an earlier run, or somebody else, left in the working folder beside a destination; and the modes of results."""
 
-from __future__ import annotations
-
 import os
 import stat
 import threading
@@ -10,14 +8,13 @@ from pathlib import Path
 import pytest
 
 from te_models.checkpoints import import_hf, quantize, relayout
-from tests.checkpoints.hf_cases import HFFolder
 
 
-def test_a_pipe_in_place_of_the_job_is_not_waited_for(hf_folder: HFFolder, tmp_path: Path) -> None:
+def test_a_pipe_in_place_of_the_job_is_not_waited_for(llama: Path, tmp_path: Path) -> None:
     working = tmp_path / ".ours.partial"
     (working / "content").mkdir(parents=True)
     os.mkfifo(working / "job")
-    thread = threading.Thread(target=import_hf, args=(hf_folder("llama"), tmp_path / "ours"), daemon=True)
+    thread = threading.Thread(target=import_hf, args=(llama, tmp_path / "ours"), daemon=True)
     thread.start()
     thread.join(60)
     waiting = thread.is_alive()
@@ -27,19 +24,19 @@ def test_a_pipe_in_place_of_the_job_is_not_waited_for(hf_folder: HFFolder, tmp_p
     assert not waiting and (tmp_path / "ours/config.json").is_file()
 
 
-def test_a_link_in_place_of_the_job_is_not_followed(hf_folder: HFFolder, tmp_path: Path) -> None:
+def test_a_link_in_place_of_the_job_is_not_followed(llama: Path, tmp_path: Path) -> None:
     working = tmp_path / ".ours.partial"
     (working / "content").mkdir(parents=True)
     (working / "job").symlink_to("/dev/zero")
-    import_hf(hf_folder("llama"), tmp_path / "ours")
+    import_hf(llama, tmp_path / "ours")
     assert (tmp_path / "ours/config.json").is_file()
 
 
 @pytest.mark.parametrize("mask", [0o022, 0o027])
-def test_results_have_the_modes_that_the_umask_leaves(hf_folder: HFFolder, tmp_path: Path, mask: int) -> None:
+def test_results_have_the_modes_that_the_umask_leaves(llama: Path, tmp_path: Path, mask: int) -> None:
     before = os.umask(mask)
     try:
-        import_hf(hf_folder("llama"), tmp_path / "ours", max_shard_bytes=20_000)
+        import_hf(llama, tmp_path / "ours", max_shard_bytes=20_000)
         relayout(tmp_path / "ours", tmp_path / "again", "per-gemm")
         quantize(tmp_path / "ours", tmp_path / "fp8", "block")
     finally:

@@ -1,7 +1,5 @@
 """A killed conversion goes on where it stopped and gives what an undisturbed one does; another job starts afresh."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os
@@ -155,7 +153,7 @@ def told() -> Iterator[list[str]]:
     """What conversions say of interrupted ones."""
     messages: list[str] = []
     handler, logger = logging.Handler(), logging.getLogger("te_models.checkpoints.write.resume")
-    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: messages.append(record.getMessage())
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     yield messages
@@ -254,26 +252,26 @@ def test_another_job_starts_afresh(hf_folder: HFFolder, tmp_path: Path, told: li
 
 
 def test_computed_tensors_are_of_the_same_job_only_with_the_same_numbers(
-    hf_folder: HFFolder, tmp_path: Path, told: list[str]
+    llama: Path, tmp_path: Path, told: list[str]
 ) -> None:
-    source, out = hf_folder("llama"), tmp_path / "out"
+    out = tmp_path / "out"
 
     def with_seed(seed: int, noise: float) -> Convert:
         options = {"noise_std": noise, "seed": seed, "max_shard_bytes": SHARD_BYTES}
-        return lambda source, out: upcycle(source, out, 4, 2, **options)
+        return lambda source, out: upcycle(llama, out, 4, 2, **options)
 
     for seed, noise in ((1, 0.1), (0, 0.2)):
-        interrupted(with_seed(0, 0.1), source, out, files=3)
-        with_seed(seed, noise)(source, out)
+        interrupted(with_seed(0, 0.1), llama, out, files=3)
+        with_seed(seed, noise)(llama, out)
         assert not notes(told)
         out.rename(tmp_path / f"{seed}")
     for first, second in (("current", "block"), ("block", "current")):
-        interrupted(lambda s, o: quantize(s, o, first, max_shard_bytes=8_000), source, out, files=2)  # noqa: B023
-        quantize(source, out, second, max_shard_bytes=8_000)
+        interrupted(lambda s, o: quantize(s, o, first, max_shard_bytes=8_000), llama, out, files=2)  # noqa: B023
+        quantize(llama, out, second, max_shard_bytes=8_000)
         assert not notes(told)
         out.rename(tmp_path / second)
-    interrupted(with_seed(0, 0.1), source, out, files=3)
-    with_seed(0, 0.1)(source, out)
+    interrupted(with_seed(0, 0.1), llama, out, files=3)
+    with_seed(0, 0.1)(llama, out)
     assert len(notes(told)) == 1
 
 
@@ -293,16 +291,16 @@ def test_measured_errors_are_those_of_the_whole_run(tmp_path: Path, told: list[s
     assert notes(told) and content(tmp_path / "out") == content(tmp_path / "whole")
 
 
-def test_a_source_that_changes_meanwhile_is_noticed(hf_folder: HFFolder, tmp_path: Path) -> None:
-    source, out = hf_folder("llama"), tmp_path / "out"
+def test_a_source_that_changes_meanwhile_is_noticed(llama: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
     before = sorted(tmp_path.rglob("*"))
 
     def progress(done: int, total: int) -> None:
         if done == total:
-            touch(source)
+            touch(llama)
 
     with pytest.raises(CheckpointError, match="the source files changed while they were read"):
-        import_hf(source, out, progress=progress)
+        import_hf(llama, out, progress=progress)
     assert sorted(tmp_path.rglob("*")) == before
 
 

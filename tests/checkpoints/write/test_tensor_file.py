@@ -1,7 +1,5 @@
 """One safetensors file at a time: written like every other file of ours, read without a memory map."""
 
-from __future__ import annotations
-
 import ast
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What the writer does not do: write a file that is not as its header says."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
