@@ -3,8 +3,6 @@
 Nothing here calls the library or a torch FP8 cast. A value of a format is found by searching the table of all values of
 that format, so ties and subnormals are right by construction. Scale arithmetic is float32, as specified."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

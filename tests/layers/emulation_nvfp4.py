@@ -1,7 +1,5 @@
 """An independent emulation of NVFP4 (arXiv 2509.25149) and of the random bits of its stochastic rounding."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

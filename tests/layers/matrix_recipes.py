@@ -1,7 +1,5 @@
 """What the compile matrices share: the six recipes, a new but equal object of each, devices, counting and training."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import SimpleNamespace
 

@@ -1,8 +1,6 @@
 """Torch's default device is where a user makes tensors without saying where: what works on tensors that are there gives
 the same under any, the meta device included. `pytest --default-device meta` asks whole suites."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -85,7 +83,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "LayerNorm": lambda: layer(lambda: te.LayerNorm(1024), normal(600, 1024)),
     "Linear": lambda: layer(lambda: te.Linear(512, 256, params_dtype=BF16), normal(1, 512, dtype=BF16)),
     "LayerNormMLP": lambda: layer(lambda: te.LayerNormMLP(64, 96, activation="swiglu"), normal(600, 64)),
-    "GroupedLinear": lambda: layer(lambda: te.GroupedLinear(2, 64, 96), normal(7, 64), [3, 4]),  # type: ignore[arg-type]
+    "GroupedLinear": lambda: layer(lambda: te.GroupedLinear(2, 64, 96), normal(7, 64), [3, 4]),
     "attention": lambda: layer(lambda: te.TransformerLayer(64, 96, 4).eval(), normal(32, 2, 64)),
     **{name: lambda name=name: trained(name) for name in NAMES},
     "AdamW": lambda: stepped(lambda parameters: te.FusedAdamW(parameters, lr=1e-2)),

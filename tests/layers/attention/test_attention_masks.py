@@ -1,7 +1,5 @@
 """DotProductAttention under Transformer Engine's layouts, mask types, windows and biases, against a formula by rows."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any
@@ -153,7 +151,7 @@ def test_slopes_of_alibi(heads: int) -> None:
     theirs = [2 ** (-8 * i / n) for i in range(1, n + 1)] + [2 ** (-4 * i / n) for i in range(1, 2 * (heads - n), 2)]
     torch.testing.assert_close(usual_slopes(heads, torch.device("cpu")), torch.tensor(theirs), rtol=2**-22, atol=0)
     bias = ScoreBias("alibi").values(torch.zeros(1, 1, 2, 3, device="meta"), heads, 1.0, torch.device("meta"))
-    assert bias is not None and bias.shape == (1, heads, 2, 3)
+    assert bias.shape == (1, heads, 2, 3)
     traced = make_fx(lambda d: ScoreBias("alibi").values(d, heads, 1.0, d.device))(torch.zeros(1, 1, 2, 3))
     assert [node.target for node in traced.graph.nodes if node.op == "get_attr"] == []
 
@@ -172,7 +170,6 @@ def test_recomputed_attention_has_the_same_gradients() -> None:
 
 def test_packed_sequences_are_one_graph() -> None:
     """The lengths stay on the device: other ones compile nothing anew."""
-    torch._dynamo.reset()
     layer = DotProductAttention(N, D, G, qkv_format="thd", attn_mask_type="padding_causal")
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     q, k, v = (t.flatten(0, 1) for t in inputs(5, 5))

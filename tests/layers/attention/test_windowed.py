@@ -2,15 +2,12 @@
 all queries and keys, within documents and beside hidden keys, too, and without any tensor of their size. So is
 attention with sinks."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from te_models.kernels import flash_attention
 from te_models.kernels.packed_attention import sees_own_document
@@ -18,6 +15,7 @@ from te_models.layers import DotProductAttention
 from te_models.layers.attention import dot_product_attention
 from te_models.layers.attention.mask import Masking
 from te_models.layers.attention.windowed import attend_in_window, saves
+from tests.compare import Largest
 
 B, N, G, D = 2, 4, 2, 16
 
@@ -33,7 +31,7 @@ def attention(window: int, **options: Any) -> DotProductAttention:
 
 def inputs(queries: int, keys: int) -> tuple[Tensor, Tensor, Tensor]:
     torch.manual_seed(1)
-    return tuple(  # type: ignore[return-value]
+    return tuple(
         torch.randn(B, rows, heads, D, requires_grad=True) for rows, heads in ((queries, N), (keys, G), (keys, G))
     )
 
@@ -116,19 +114,6 @@ def test_packed_sequences_have_windows_of_their_own() -> None:
         close([packed], [torch.cat(each)])
 
 
-class Largest(TorchDispatchMode):
-    """The elements of the largest tensor that an operation returns."""
-
-    found = 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
-        for tensor in result if isinstance(result, (tuple, list)) else (result,):
-            if isinstance(tensor, Tensor):
-                self.found = max(self.found, tensor.numel())
-        return result
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_tensor_has_all_queries_and_keys(kind: str) -> None:
     length, window = 1024, 64
@@ -136,7 +121,7 @@ def test_no_tensor_has_all_queries_and_keys(kind: str) -> None:
     for run in (lambda: layer(*tensors), lambda: layer.attend_documents(*tensors, numbers)):
         with Largest() as largest:
             run().sum().backward()
-        assert largest.found <= B * N * length * 2 * window < length * length * B
+        assert largest.elements <= B * N * length * 2 * window < length * length * B
 
 
 @pytest.mark.parametrize("kind", ["learnable", "off-by-one"])
@@ -149,7 +134,7 @@ def test_sinks_without_a_window_need_no_scores(
     trained = (*tensors, *layer.parameters())
     with Largest() as largest:
         found = with_gradients(layer(*tensors), trained)
-    assert largest.found < queries * keys
+    assert largest.elements < queries * keys
     again = with_gradients(layer(*tensors, checkpoint_core_attention=True), trained)
     assert all(map(torch.equal, again, found))
     with monkeypatch.context() as patch:
@@ -193,7 +178,6 @@ def test_an_exported_program_has_any_length() -> None:
 def test_other_lengths_compile_at_most_twice(trained: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once for those with blocks, once for those without. trained: with the graphs of gradients."""
     monkeypatch.setattr(flash_attention, "uses_flash_attention", lambda *_: False)
-    torch._dynamo.reset()
     layer = attention(8)
     compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager" if trained else "eager")
     with torch.set_grad_enabled(trained):

@@ -1,7 +1,5 @@
 """Layers split over two ranks compile to one graph, collectives included, and compute the same bits as eagerly."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """FSDP2 over quantized primary weights, on two ranks: gathered weights, steps and states are those of one process."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import io

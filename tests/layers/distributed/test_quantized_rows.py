@@ -1,7 +1,5 @@
 """Rows as the bytes that travel between ranks: what the receiver's quantizer leaves as it is."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

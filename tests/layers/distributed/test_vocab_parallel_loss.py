@@ -1,8 +1,6 @@
 """The loss of a split vocabulary with the z-loss of its logits: the values and gradients of its definition in float64,
 whole or by chunks. One rank has all words here; ranks that share them train in tests/training/ranks/test_layouts.py."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -15,7 +13,6 @@ T, H, V = 13, 8, 37
 @pytest.mark.parametrize("chunk_tokens", [None, 5])
 @pytest.mark.parametrize("in_main_grad", [False, True])
 def test_values_and_gradients(coefficient: float, chunk_tokens: int | None, in_main_grad: bool) -> None:
-    torch.manual_seed(0)
     hidden, weight, bias = (torch.randn(shape, dtype=torch.float64) for shape in ((T, H), (V, H), (V,)))
     exact = [t.clone().requires_grad_() for t in (hidden, weight, bias)]
     labels = torch.arange(T) * 2

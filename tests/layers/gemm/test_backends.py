@@ -1,7 +1,5 @@
 """The same bits whatever computes: the definitions, the C++ libraries, and either in a process that cannot compile."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

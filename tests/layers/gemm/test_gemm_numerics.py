@@ -1,8 +1,6 @@
 """The three GEMMs of Linear and GroupedLinear under every recipe, against float64 products of independently quantized
 operands, with weights stored quantized or not."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A CPU's backward pass has one quantized copy of a gradient in memory at a time."""
 
-from __future__ import annotations
-
 import weakref
 from typing import Any
 

@@ -1,7 +1,5 @@
 """One grouped layer in its layouts: weights and biases each stacked, or one parameter per GEMM."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Rows of groups are quantized once for all the GEMMs that take them; of x a layer saves the copy for wgrad."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest
@@ -193,8 +191,6 @@ def test_an_overridden_backward_pass(recipe_name: str, name: str, monkeypatch: p
 @pytest.mark.parametrize("name", ["current", "mxfp8"])
 def test_an_accelerator_s_graph_is_one_for_all_splits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     as_on_an_accelerator(monkeypatch)
-    torch._dynamo.reset()
-    counters.clear()
     module = layer()
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
     for splits in (SPLITS, [0, 70, 0]):
@@ -249,8 +245,6 @@ def test_tokens_are_permuted_padded_and_quantized_in_one_pass(
 @pytest.mark.slow
 def test_they_compile_to_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     as_on_an_accelerator(monkeypatch)
-    torch._dynamo.reset()
-    counters.clear()
     module, chosen = layer(), te.recipe("mxfp8")
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
     _, expected = experts_step(module, chosen)

@@ -1,7 +1,5 @@
 """Activation checkpoints under a recipe: with weights kept for a step, and inside each other, they change no bit."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

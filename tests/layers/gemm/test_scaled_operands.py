@@ -1,8 +1,6 @@
 """The path of an accelerator, where GEMMs take the quantized numbers themselves, run on CPU: it computes what the
 dequantizing path computes, and says where it cannot."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -77,39 +75,36 @@ def test_they_accumulate_into_main_grad(kind: str, name: str, monkeypatch: pytes
         torch.testing.assert_close(b, a, rtol=1e-5, atol=1e-5 * float(a.abs().max()))
 
 
-def test_a_product_of_one_quantized_side_is_counted_and_warned_about(monkeypatch: pytest.MonkeyPatch) -> None:
-    def factory(role):
-        return te.IdentityQuantizer() if role.tensor_type == "weight" else te.MXFP8Quantizer()
+def _mixed(role: te.QuantizerRole) -> te.Quantizer:
+    return te.IdentityQuantizer() if role.tensor_type == "weight" else te.MXFP8Quantizer()
 
+
+MIXED = te.CustomRecipe(qfactory=_mixed)
+
+
+def test_a_product_of_one_quantized_side_is_counted_and_warned_about(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gemm_operand, "_DEQUANTIZING_DEVICES", ())
     with pytest.warns(RuntimeWarning, match="there is no kernel for e8m0 by high precision"):
-        run("linear", te.CustomRecipe(qfactory=factory), torch.float32, stored=False)
+        run("linear", MIXED, torch.float32, stored=False)
     assert gemm_counts()["scaled_gemm", "emulation"] == 6
 
 
 def test_strict_raises_instead(monkeypatch: pytest.MonkeyPatch) -> None:
-    def factory(role):
-        return te.IdentityQuantizer() if role.tensor_type == "weight" else te.MXFP8Quantizer()
-
-    mixed = te.CustomRecipe(qfactory=factory)
     monkeypatch.setattr(gemm_operand, "_DEQUANTIZING_DEVICES", ())
     with strict_gemms():
         run("linear", te.recipe("mxfp8"), torch.float32, stored=False)
         with pytest.raises(ValueError, match=r"there is no kernel for .* strict asks for"):
-            run("linear", mixed, torch.float32, stored=False)
+            run("linear", MIXED, torch.float32, stored=False)
     with pytest.warns(RuntimeWarning, match="there is no kernel for"):
-        run("linear", mixed, torch.float32, stored=False)
+        run("linear", MIXED, torch.float32, stored=False)
 
 
 def test_values_of_a_format_without_packed_numbers_are_a_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where neither side has any: rows of groups in squares of four bits."""
-
-    def factory(role):
-        return te.NVFP4Quantizer(with_2d_quantization=True)
-
+    chosen = te.CustomRecipe(qfactory=lambda role: te.NVFP4Quantizer(with_2d_quantization=True))
     monkeypatch.setattr(gemm_operand, "_DEQUANTIZING_DEVICES", ())
     with pytest.warns(RuntimeWarning, match="there is no kernel for nvfp4 by nvfp4"):
-        run("grouped", te.CustomRecipe(qfactory=factory), torch.float32, stored=False)
+        run("grouped", chosen, torch.float32, stored=False)
     ran = {name: count for (name, backend), count in gemm_counts().items() if name.startswith("scaled")}
     assert ran == {"scaled_grouped_gemm": 4, "scaled_grouped_gemm_wgrad": 2}
 
@@ -147,23 +142,19 @@ def test_four_bit_weights_in_squares_have_packed_numbers_for_dgrad(
 def test_a_fallback_in_a_compiled_graph_is_counted_when_it_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
     """And warned about; it runs uncounted. Another shape is another graph."""
 
-    def factory(role):
-        return te.IdentityQuantizer() if role.tensor_type == "weight" else te.MXFP8Quantizer()
-
-    torch._dynamo.reset()
     reset_gemm_counts()
     monkeypatch.setattr(gemm_operand, "_DEQUANTIZING_DEVICES", ())
-    chosen, layer = te.CustomRecipe(qfactory=factory), te.Linear(64, 48)
+    layer = te.Linear(64, 48)
     compiled = torch.compile(layer, fullgraph=True, dynamic=False, backend="eager")
     seen = []
     with pytest.warns(RuntimeWarning, match="there is no kernel for e8m0 by high precision") as warned:
         for rows in (32, 32, 64):
-            with torch.no_grad(), te.autocast(recipe=chosen):
+            with torch.no_grad(), te.autocast(recipe=MIXED):
                 compiled(torch.randn(rows, 64))
             seen.append(traced_fallbacks().get(("scaled_gemm", "emulation"), 0))
     assert len([w for w in warned if "no kernel" in str(w.message)]) == 1
     assert 0 < seen[0] == seen[1] < seen[2] and not gemm_counts()
     reset_gemm_counts()
     torch._dynamo.reset()
-    with pytest.raises(Exception, match="strict asks"), strict_gemms(), torch.no_grad(), te.autocast(recipe=chosen):
+    with pytest.raises(Exception, match="strict asks"), strict_gemms(), torch.no_grad(), te.autocast(recipe=MIXED):
         compiled(torch.randn(32, 64))

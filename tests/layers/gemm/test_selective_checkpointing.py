@@ -1,10 +1,7 @@
 """Activation checkpoints that keep some results: the same bits as without a checkpoint, eager and compiled, and what is
 kept is not computed again."""
 
-from __future__ import annotations
-
 import functools
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -14,14 +11,12 @@ from functorch.compile import make_boxed_func
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
 import te_models.layers as te
 from te_models.layers.module.model_state import quantized_modules
+from tests.compare import Operations
 from tests.layers.matrix_recipes import NAMES, fresh
-
-pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 PRODUCTS = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
 COUNTED = [*PRODUCTS, torch.ops.te_models.gemm_float32.default]
@@ -82,28 +77,16 @@ def three_steps(block: Block, run: Callable[[Tensor], Tensor], name: str | None)
 def test_eagerly_a_checkpoint_changes_no_bit(saved: str, name: str | None) -> None:
     expected = three_steps(block := build(), block, name)
     got = three_steps(block := build(), checkpointed(block, saved), name)
-    for a, b in zip(got, expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=0)
-
-
-class Calls(TorchDispatchMode):
-    """Counts operations that reach it, which those that are looked up do not."""
-
-    def __init__(self) -> None:
-        self.seen: Counter[Any] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen[func] += 1
-        return func(*args, **(kwargs or {}))
+    torch.testing.assert_close(got, expected, rtol=0, atol=0)
 
 
 def products_in_backward(run: Callable[[Tensor], Tensor], name: str | None) -> int:
     x = torch.randn(32, 64, dtype=BF16, requires_grad=True)
     with te.autocast(enabled=name is not None, recipe=fresh(name)):
         loss = run(x).square().sum()
-    with Calls() as calls:
+    with Operations() as reached:
         loss.backward()
-    return sum(calls.seen[op] for op in PRODUCTS)
+    return sum(op in PRODUCTS for op in reached.found)  # those that are looked up do not reach it
 
 
 @pytest.mark.parametrize("name", [None, "mxfp8", "nvfp4"])
@@ -153,7 +136,6 @@ def test_compiled_the_same_is_kept(name: str | None) -> None:
     counts = {}
     for saved in ("nothing", "products"):
         got, counts[saved] = compiled(build(), saved, name)
-        for a, b in zip(got, eager, strict=True):
-            torch.testing.assert_close(a, b, rtol=0, atol=0)
+        torch.testing.assert_close(got, eager, rtol=0, atol=0)
     # of the products of three layers, that of the last is not wanted
     assert counts == {"nothing": [3, 6 + 2], "products": [3, 6]}

@@ -1,7 +1,5 @@
 """Layers store their inputs in the format of the recipe for the backward pass, eager and compiled."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor
@@ -46,13 +44,12 @@ def _stored(kind: str, name: str, compiled: bool) -> float:
 @pytest.mark.sentinels("dense-mxfp8-compiled", *(f"{kind}-{name}-eager" for kind, name in BYTES))
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize(("kind", "name"), BYTES)
-def test_an_input_is_stored_quantized(kind: str, name: str, compiled: bool, fresh_compiler: None) -> None:
+def test_an_input_is_stored_quantized(kind: str, name: str, compiled: bool) -> None:
     indices = 0.3 if kind == "grouped" else 0.01  # where rows lie: int64, and this layer has few columns
     assert _stored(kind, name, compiled) <= BYTES[kind, name] + indices
 
 
-def test_without_a_recipe_it_is_stored_as_it_is(fresh_compiler: None) -> None:
-    torch.manual_seed(0)
+def test_without_a_recipe_it_is_stored_as_it_is() -> None:
     layer = Linear(COLUMNS, 64, bias=False).bfloat16()
     x = torch.randn(ROWS, COLUMNS, dtype=torch.bfloat16).requires_grad_()
     seen: set[int] = set()

@@ -2,8 +2,6 @@
 
 Calls into torch are not counted, nor what torch calls; in Python 3.11 every comprehension counts as one call more."""
 
-from __future__ import annotations
-
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
@@ -81,10 +79,10 @@ def test_a_forward_pass_is_few_calls_in_few_files(kind: str, name: str | None, g
     x = torch.randn(64, 128, dtype=torch.bfloat16, requires_grad=True)
     options = {"params_dtype": torch.bfloat16}
     if kind == "linear":
-        dense = Linear(128, 128, **options)  # type: ignore[arg-type]
+        dense = Linear(128, 128, **options)
         run = lambda: dense(x)  # noqa: E731
     else:
-        grouped, splits = GroupedLinear(4, 128, 128, bias=False, **options), torch.tensor([16] * 4)  # type: ignore[arg-type]
+        grouped, splits = GroupedLinear(4, 128, 128, bias=False, **options), torch.tensor([16] * 4)
         run = lambda: grouped(x, splits)  # noqa: E731
     with using_cpu_gemm(gemm), autocast(enabled=name is not None, recipe=recipe(name) if name else None):
         run().sum().backward()  # the first call chooses
@@ -180,7 +178,6 @@ ASKING |= {"uses_gemv", "uses_few_rows"}
 @pytest.mark.skipif(TORCH_2_11, reason="torch 2.11 has derived properties of quantizers computed where they are read")
 def test_a_train_step_is_few_calls() -> None:
     """Of one dense layer under mxfp8, after warm-up; of all calls, those that only ask what may run."""
-    torch.manual_seed(0)
     model = GPTModel(tiny(num_layers=1)).bfloat16().train()
     loss_of = make_loss_function(model, PrecisionConfig(dtype="bf16", recipe="mxfp8"), "cpu", compiled=False)
     optimizer, ids = Optimizer(model.named_parameters(), OptimizerConfig()), torch.randint(0, 60, (2, 32))

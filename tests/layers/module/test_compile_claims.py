@@ -1,7 +1,5 @@
 """What is promised of quantizers and recipes under the compiler, one test per promise."""
 
-from __future__ import annotations
-
 import copy
 import gc
 from typing import Any
@@ -19,8 +17,6 @@ from tests.build import weight_quantizers
 from tests.compare import same_bits
 from tests.layers.quantizer.examples import DELAYED, EXAMPLES
 from tests.layers.quantizer.test_values import WithGroup
-
-pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
 @pytest.mark.parametrize("name", [*EXAMPLES, "delayed"])
@@ -88,7 +84,6 @@ def formats(quantizer: Quantizer, seen: list[str], name: str) -> Any:
 @pytest.mark.parametrize("compiled", [False, True])
 def test_nested_autocast_with_two_custom_recipes_uses_each_ones_factory(compiled: bool) -> None:
     """Both are instances of one class: quantizers belong to the recipe, not to its class."""
-    torch.manual_seed(0)
     layer = te.Linear(64, 32, bias=False)
     x = torch.randn(8, 64)
     kinds = {"outer": te.MXFP8Quantizer(), "inner": te.Float8CurrentScalingQuantizer(fp8_dtype=torch.float8_e5m2)}

@@ -1,7 +1,5 @@
 """A learning rate that is another in every step compiles nothing again, in a step compiled whole or in part."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest
@@ -12,8 +10,6 @@ from torch._dynamo.utils import counters
 from te_models.layers import FusedAdamW
 from tests.build import weight_quantizers
 from tests.layers.optimizers.test_fused_adamw import NOT_COMPILED
-
-pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 RATES = (0.01, 0.02, 0.03, 0.04)
 

@@ -1,7 +1,5 @@
 """Loss scaling: what is in a main gradient is divided, checked for infinities and clipped as what is in `.grad`."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -2,8 +2,6 @@
 
 The numbers of the layer itself: `tests/layers/gemm/test_grouped_rows.py` and its neighbours."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest
@@ -97,7 +95,9 @@ def test_the_biases_are_returned(options: dict[str, bool]) -> None:
     [
         ([20, 13], r"m_splits has shape \(2,\); allowed: \(3,\), one per GEMM"),
         ([], r"m_splits has shape \(0,\); allowed: \(3,\), one per GEMM"),
+        ([[20, 0, 13]], r"m_splits has shape \(1, 3\); allowed: \(3,\), one per GEMM"),
         ([20.0, 0.0, 13.0], "m_splits has dtype torch.float32; allowed: an integer dtype"),
+        ([True, False, True], "m_splits has dtype torch.bool; allowed: an integer dtype"),
         ([34, -1, 0], r"m_splits is \[34, -1, 0\]; allowed: numbers from 0 on that add up to at most 33"),
         ([20, 10, 4], r"m_splits is \[20, 10, 4\]; allowed: .*, and these add up to 34"),
     ],

@@ -1,7 +1,5 @@
 """Norm and linear, activation and linear, as one function on an accelerator: the bits of the two apart."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest
@@ -101,8 +99,6 @@ def test_on_cpu_norm_and_layer_stay_apart(fused: list, monkeypatch: pytest.Monke
 @pytest.mark.parametrize("kind", ["layer_norm", "swiglu", "operations", "linear"])
 def test_the_compiler_traces_the_path_of_an_accelerator(kind: str, name: str, grad: bool, fused: list) -> None:
     """In one graph, which makes no quantizers. Traced only: Inductor's C++ backend is not what an accelerator runs."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
     others = {
         "linear": lambda: te.Linear(96, 64),
         "operations": lambda: te.ops.Sequential(te.ops.RMSNorm(96), te.ops.Linear(96, 64)),

@@ -1,7 +1,5 @@
 """Stochastic rounding is unbiased, reproducible from (seed, step, tensor), and the same when compiled."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -23,7 +21,6 @@ def draws(quantizer: te.NVFP4Quantizer, x: torch.Tensor) -> np.ndarray:
     found = []
     for step in range(DRAWS):
         operand = quantizer.rounded(x, "rowwise", torch.float32, torch.tensor([11, step]))
-        assert operand.scale is not None
         found.append(operand.values.double().numpy() * operand.scale.item())
     return np.stack(found)
 
@@ -140,8 +137,6 @@ def test_a_graph_quantizes_with_a_key(grouped: bool) -> None:
     def run(x: torch.Tensor, key: torch.Tensor) -> te.QuantizedTensor:
         return quantizer.quantize_grouped(x, key) if grouped else quantizer.quantize(x, key)
 
-    torch._dynamo.reset()
-    counters.clear()
     compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
     for counter in range(3):
         key = torch.tensor([5, counter])
@@ -191,7 +186,6 @@ def streams(layers: torch.nn.Module) -> list[int]:
 
 def test_an_unseeded_layer_draws_by_the_state_of_torchs_generator() -> None:
     """Equal layers on equal data: two of them round apart, a rebuilt one after the same seed rounds the same."""
-    torch.manual_seed(0)
     weights = te.Linear(48, 64).state_dict()
 
     def gradient(seed: int, before: int) -> list[torch.Tensor]:
@@ -209,7 +203,6 @@ def test_an_unseeded_layer_draws_by_the_state_of_torchs_generator() -> None:
 
 
 def test_building_a_layer_draws_nothing_but_its_parameters() -> None:
-    torch.manual_seed(0)
     built = [te.Linear(8, 8).weight for _ in range(2)]
     torch.manual_seed(0)
     for weight in built:
@@ -257,8 +250,6 @@ def test_seeds_have_a_range(seed: int) -> None:
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_compiled_training_rounds_to_the_same_bits(backend: str) -> None:
     """The key is that of the forward pass, although the graph's last step is to advance the counter."""
-    torch._dynamo.reset()
-    counters.clear()
     found = []
     for compiled in (False, True):
         layer = model()[1]
@@ -273,4 +264,3 @@ def test_compiled_training_rounds_to_the_same_bits(backend: str) -> None:
             x.grad = layer.weight.grad = None
     assert counters["stats"]["unique_graphs"] == 1 and same(found[:4], found[4:])
     assert not same(found[:2], found[2:4])
-    torch._dynamo.reset()

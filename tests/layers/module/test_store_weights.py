@@ -1,7 +1,5 @@
 """What `store_weights` leaves as it was: frozen weights, their attributes, weights that layers share."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """Threads: what one has put in force is nobody else's, and many at once compute what they compute one by one."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import sys
@@ -89,8 +87,7 @@ def a_pass(run: Callable[[Tensor], Tensor], parameters: list[Tensor], recipe: te
 
 
 def assert_same(got: list[Tensor], expected: list[Tensor]) -> None:
-    for a, b in zip(got, expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)
 
 
 def times(count: int, function: Callable[[], Any]) -> Callable[[], list[Any]]:
@@ -114,7 +111,6 @@ def test_eight_threads_with_eight_recipes() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize(
     ("make", "recipes", "backend"),
     [
@@ -140,13 +136,11 @@ def test_eight_threads_compiled(make: Callable[[], nn.Module], recipes: list[te.
 
 @pytest.mark.slow
 def test_many_passes_of_a_larger_layer() -> None:
-    torch.manual_seed(0)
     layer = te.LayerNormMLP(32, 96, activation="swiglu", name="up")
     as_one_by_one(layer, list(layer.parameters()), 40, RECIPES)
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("fresh_compiler")
 def test_threads_that_compile_at_once() -> None:
     """Each thread compiles its own model, under its own recipe, while others compile or run eagerly."""
     expected = [a_pass(model := Two(), list(model.parameters()), recipe) for recipe in RECIPES]
@@ -173,10 +167,9 @@ def steps(model: nn.Module, recipe: te.Recipe | None, compiled: bool) -> list[Te
             y.square().sum().backward()
             outputs.append(y.detach())
     noted = [torch.tensor(list(values.values())) for values in te.quantization_statistics(model).values()]
-    return [*outputs, *(p.grad for p in model.parameters()), *noted]  # type: ignore[list-item]
+    return [*outputs, *(p.grad for p in model.parameters()), *noted]
 
 
-@pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["eager", "compiled"])
 def test_recipes_with_state_with_a_model_for_each_thread(compiled: bool) -> None:
     recipes = [te.DelayedScaling(), te.DelayedScaling(margin=1), fresh("nvfp4"), MXFP8]
@@ -285,7 +278,6 @@ def test_a_region_is_left_by_another_thread(region: Callable[[], Any]) -> None:
     in_a_thread(leave)  # the fixture sees what is left here
 
 
-@pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize(
     ("recipe", "backend"),
     [
@@ -385,7 +377,6 @@ def test_rules_by_name_are_looked_up_for_each_thread() -> None:
             assert torch.equal(got, model(inputs()))
 
 
-@pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_delayed_scaling_refuses_one_model_in_two_threads(compiled: bool) -> None:
     """One layer has one history: recorded in two regions at once, its scales would be of neither."""
@@ -420,7 +411,7 @@ def test_evaluation_in_another_thread_leaves_the_amaxes() -> None:
 
         in_a_thread(evaluate)
         assert recorded.count_nonzero() == 2 and torch.equal(model.up.fp8_amax, recorded)
-    assert model.up.fp8_history is not None and torch.equal(model.up.fp8_history[0, :2], recorded)
+    assert torch.equal(model.up.fp8_history[0, :2], recorded)
 
 
 def test_models_are_built_while_regions_end() -> None:

@@ -1,7 +1,5 @@
 """A stored weight whose blocks or scales are not those of the active recipe: read as it is, warned of, or refused."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 
@@ -64,7 +62,6 @@ OTHER_FORMS = [
 def test_another_form_of_the_format_runs_and_warns_once(
     stored: te.Recipe, wanted: te.Recipe, text: str, compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    torch._dynamo.reset()
     monkeypatch.setattr(stored_form, "_warned", set())  # another test of the session may have heard it
     layer = build(stored)
     function = torch.compile(layer, fullgraph=True, backend="aot_eager") if compiled else None
@@ -103,8 +100,7 @@ def test_an_fp8_dtype_counts() -> None:
 )
 def test_the_same_form_says_nothing(stored: te.Recipe, wanted: te.Recipe) -> None:
     layer = build(stored)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         run(layer, wanted)
 
 

@@ -1,7 +1,5 @@
 """FusedAdamW: equal to torch's AdamW on plain parameters, masters under quantized ones, state that resumes bitwise."""
 
-from __future__ import annotations
-
 import copy
 import io
 
@@ -12,7 +10,7 @@ from torch import nn
 from te_models.kernels.torch_versions import SPLITS_LOOPS
 from te_models.layers import FusedAdamW, GroupedLinear, Linear, QuantizedTensor, autocast, quantized_model_init, recipe
 from tests.build import weight_quantizers
-from tests.compare import raw, same_bits
+from tests.compare import raw, refused, same_bits
 
 OPTIONS = {"lr": 0.02, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.3}
 NOT_COMPILED = pytest.mark.xfail(
@@ -72,7 +70,6 @@ def test_torch_adamw_works_too(name: str) -> None:
 @pytest.mark.parametrize("shape", [(3, 8), (64, 64)])
 def test_a_view_of_some_columns_is_updated_and_nothing_beside_it(shape: tuple[int, int]) -> None:
     """The fused kernel goes through memory as if it were contiguous: the view's neighbours were what it moved."""
-    torch.manual_seed(0)
     whole, gradient = torch.randn(shape), torch.randn(shape)
     view = nn.Parameter(whole.narrow(1, 2, 4))
     alone = nn.Parameter(view.detach().clone())
@@ -180,19 +177,6 @@ def test_moments_in_few_bits_train_as_well(moments: str) -> None:
     assert optimizer.state[weight]["exp_avg"].dtype is optimizer.state[weight]["exp_avg_sq"].dtype is dtype
 
 
-@pytest.mark.slow  # test_moments compiles the encoding, too
-@pytest.mark.parametrize("moments", ["bfloat16", "float8"])
-def test_compiled_encoding_has_the_same_bits(moments: str) -> None:
-    results = []
-    for compiled in (False, True):
-        parameters = [nn.Parameter(torch.linspace(-1, 1, n)) for n in (300, 1000)]
-        optimizer = FusedAdamW(parameters, moment_dtype=moments, compile=compiled, **OPTIONS)
-        train(parameters, optimizer, range(3))
-        results.append([raw(value) for p in parameters for value in optimizer.state[p].values()])
-    for eager, compiled in zip(*results, strict=True):
-        assert torch.equal(eager, compiled)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["float8", pytest.param("mxfp8", marks=NOT_COMPILED)])
 def test_compiled_requantization_has_the_same_bits(name: str) -> None:
@@ -207,8 +191,6 @@ def test_compiled_requantization_has_the_same_bits(name: str) -> None:
 
 @pytest.mark.slow
 def test_more_shapes_than_the_compilers_limit_stay_compiled() -> None:
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
     quantizer = weight_quantizers()["identity"]
     parameters = [nn.Parameter(quantizer.quantize(torch.ones(rows, 4))) for rows in range(1, 10) for _ in range(2)]
     train(parameters, FusedAdamW(parameters, compile=True, **OPTIONS), range(2))
@@ -238,8 +220,6 @@ def test_a_step_compiled_whole_equals_eager(name: str, moments: str) -> None:
         optimizer.init_state()
         return parameter, optimizer
 
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
     (one, eager), (two, whole) = fresh(), fresh()
     compiled = torch.compile(lambda noop: whole.step(noop=noop), fullgraph=True)
     u, steps = 2.0**-24, 4
@@ -452,18 +432,14 @@ def test_a_loaded_master_frees_the_preserved_value() -> None:
 
 def test_wrong_arguments_are_named() -> None:
     weight = [nn.Parameter(torch.ones(2))]
-    with pytest.raises(ValueError, match="moment_dtype is 'int8'"):
-        FusedAdamW(weight, moment_dtype="int8")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="lr is -1"):
-        FusedAdamW(weight, lr=-1.0)
-    with pytest.raises(ValueError, match="betas are"):
-        FusedAdamW(weight, betas=(0.9, 1.0))
+    refused(lambda: FusedAdamW(weight, moment_dtype="int8"), "moment_dtype is 'int8'")
+    refused(lambda: FusedAdamW(weight, lr=-1.0), "lr is -1")
+    refused(lambda: FusedAdamW(weight, betas=(0.9, 1.0)), "betas are")
     optimizer = FusedAdamW(weight)
     weight[0].grad = torch.ones(2)
     optimizer.step()
     other = FusedAdamW([nn.Parameter(torch.ones(2))], moment_dtype="bfloat16")
-    with pytest.raises(ValueError, match="moment_dtype='bfloat16'"):
-        other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    refused(lambda: other.load_state_dict(copy.deepcopy(optimizer.state_dict())), "moment_dtype='bfloat16'")
 
 
 @pytest.mark.parametrize("moments", ["float32", "bfloat16", "float8"])
@@ -497,8 +473,7 @@ def test_a_state_that_does_not_fit_is_refused(moments: str) -> None:
             assert not other.state, "nothing was taken over"
     renamed = copy.deepcopy(good)
     renamed["state"][0]["master_param"] = renamed["state"][0].pop("master")
-    with pytest.raises(ValueError, match="holds 'master_param' for a parameter; its entries are exp_avg"):
-        other.load_state_dict(renamed)
+    refused(lambda: other.load_state_dict(renamed), "holds 'master_param' for a parameter; its entries are exp_avg")
     other.load_state_dict(good)
     train([weight], optimizer, range(1, 2))
     with torch.no_grad():

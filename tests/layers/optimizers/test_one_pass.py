@@ -1,7 +1,5 @@
 """AdamW on moments in few bits in one C++ pass leaves the bits of decoding, torch's fused kernel and encoding."""
 
-from __future__ import annotations
-
 import shutil
 from typing import Any
 
@@ -76,7 +74,7 @@ def give_gradients(optimizers: list[FusedAdamW], step: int, dtype: torch.dtype |
             if dtype is None:
                 parameter.grad = gradient.to(parameter.dtype)
             else:
-                parameter.main_grad = gradient.to(dtype)  # type: ignore[attr-defined]
+                parameter.main_grad = gradient.to(dtype)
 
 
 @pytest.mark.parametrize("moment_dtype", ["float32", "bfloat16", "float8"])

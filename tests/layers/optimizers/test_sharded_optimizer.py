@@ -1,7 +1,5 @@
 """The state of FusedAdamW over FSDP2 goes through a distributed checkpoint, on two ranks."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

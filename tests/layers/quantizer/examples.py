@@ -1,7 +1,5 @@
 """Quantizers of every class and option, by a short name."""
 
-from __future__ import annotations
-
 import torch
 
 import te_models.layers.quantizer as quantizers

@@ -1,7 +1,5 @@
 """Matrices that quantizers are held to the emulation with: every size around a block's edge, every kind of value."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A compiled function takes a quantizer as a constant: one graph for equal ones, one more for each other value."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
@@ -13,8 +11,6 @@ from torch._dynamo.utils import counters
 from te_models.layers.quantizer import Fields, Quantizer
 from tests.compare import raw
 from tests.layers.quantizer.examples import DELAYED, EXAMPLES, STOCHASTIC
-
-pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 CONSTANTS = EXAMPLES | {"delayed": DELAYED}
 

@@ -1,7 +1,5 @@
 """The fields of the FP8 quantizers equal, bit for bit, an emulation that shares no code with them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The fields of the NVFP4 quantizer equal, bit for bit, an emulation that shares no code with it."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

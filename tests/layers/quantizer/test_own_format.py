@@ -1,8 +1,6 @@
 """A number format is what docs/contributing/format.md says: one definition, one quantizer that writes `encode` and
 `operand`. Layers compute with it forward and backward, eagerly and compiled, without a line elsewhere."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -110,7 +108,6 @@ def test_a_grouped_layer_quantizes_each_group_by_itself() -> None:
     close(step(layer, layer, x, dy, SPLITS), [torch.cat(y), torch.cat(dx), torch.stack(dw)])
 
 
-@pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("kind", ["linear", "grouped"])
 def test_compiled_it_has_the_same_numbers(kind: str) -> None:
     layer, splits = layer_of(kind)

@@ -1,8 +1,6 @@
 """What holds for any tensor: values go to their nearest number, quantizing again changes nothing, transposing and
 batching commute with quantizing, groups of rows do not see each other."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

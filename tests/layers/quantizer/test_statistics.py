@@ -1,7 +1,5 @@
 """What quantizers say about a tensor equals what numpy counts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

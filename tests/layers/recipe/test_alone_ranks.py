@@ -1,7 +1,5 @@
 """What one rank does alone under delayed scaling waits for no other rank, and changes nothing of the training."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Which quantizers a custom recipe's factory is asked for and may return."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Delayed scaling's scales, history and live quantizer against the formula, step by step in numpy."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,8 +1,6 @@
 """Delayed scaling on two ranks: the amaxes of all GEMMs are reduced over the group, eagerly and compiled, also where
 the compiled run goes on from a checkpoint. The ranks train weights of their own, so no amax is equal."""
 
-from __future__ import annotations
-
 import functools
 import io
 

@@ -1,8 +1,6 @@
 """Delayed scaling step by step: against a plain emulation, eager against compiled, across a resume, under patterns of
 forward and backward passes, in evaluation, calibration and recomputation."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import math
@@ -54,7 +52,6 @@ class Emulation:
     ids=["max", "margin", "most_recent"],
 )
 def test_histories_and_scales_follow_the_definition(recipe: te.DelayedScaling) -> None:
-    torch.manual_seed(0)
     layer = te.Linear(32, 16, bias=False, params_dtype=torch.bfloat16)
     emulated = {role: Emulation(value, recipe) for role, value in MAX.items()}
     pending = 0.0
@@ -87,7 +84,6 @@ def test_histories_and_scales_follow_the_definition(recipe: te.DelayedScaling) -
 )
 def test_a_backward_pass_scales_by_the_gradients_of_the_one_before(backend: str | None, inside: bool) -> None:
     """Gradients of 2^-20 vanish in E5M2 unless they are scaled: in the first step only, wherever the region ends."""
-    torch._dynamo.reset()
     layer = te.Linear(16, 16, bias=False, params_dtype=torch.bfloat16)
     with torch.no_grad():
         layer.weight.copy_(torch.eye(16))
@@ -185,7 +181,6 @@ def rounding_as_eager() -> Iterator[None]:
 def test_fifty_compiled_steps_with_a_resume_equal_eager_ones(
     build: Callable[[], MLP | Experts], backend: str, tmp_path: Path
 ) -> None:
-    torch.manual_seed(0)
     model = build()
     resumed_from = copy.deepcopy(model)
     eager: list[Tensor] = []
@@ -240,8 +235,7 @@ def test_gradient_amaxes_count_whenever_backward_runs(pattern: str, backend: str
         layer = te.Linear(32, 16, bias=False)
         run = torch.compile(layer, fullgraph=True, backend=backend) if compiled else layer
         results.append(passes(pattern, layer, run))
-    for a, b in zip(*results, strict=True):
-        torch.testing.assert_close(b, a, rtol=0, atol=0)
+    torch.testing.assert_close(results[1], results[0], rtol=0, atol=0)
     assert float(results[0][-3][0, 2, 0]) > 0, "no gradient amax reached the history"
 
 
@@ -278,17 +272,6 @@ def test_a_history_of_another_length_is_cut_or_filled_up_with_zeros() -> None:
         layer(torch.full((2, 16), 1.0))
     assert layer.fp8_history[:, 0, 0].tolist() == [1.0, 3.0, 2.0, 0.0]
     assert float(layer.fp8_scale[0, 0]) == torch.tensor(448.0).div(3.0)
-
-
-def test_evaluation_leaves_no_trace() -> None:
-    layer = te.Linear(16, 8, bias=False)
-    with te.autocast(recipe=RECIPE):
-        layer(torch.ones(2, 16))
-    before = copy.deepcopy(te.recipe_state(layer))
-    layer.eval()
-    with torch.no_grad(), te.autocast(recipe=RECIPE):
-        layer(torch.full((2, 16), 100.0))
-    assert_same(te.recipe_state(layer), before)
 
 
 @pytest.mark.parametrize("recipe", [te.MXFP8BlockScaling(), RECIPE, None], ids=["mxfp8", "delayed", "none"])
@@ -362,7 +345,6 @@ def test_a_reentrant_checkpoint_moves_the_state() -> None:
 
 
 def test_training_after_evaluating_does_not_recompile() -> None:
-    torch._dynamo.reset()
     layers = nn.Sequential(te.Linear(16, 16), te.Linear(16, 16))
     counter = CompileCounter()
     run = torch.compile(layers, fullgraph=True, backend=counter)
@@ -378,7 +360,6 @@ def test_training_after_evaluating_does_not_recompile() -> None:
 @pytest.mark.parametrize("training", [False, True])
 def test_steps_go_on_after_a_region_in_inference_mode(training: bool, calibrating: bool) -> None:
     """The scales made at the exit of a calibration serve the next training step, which keeps them for its backward."""
-    torch.manual_seed(0)
     layer, x = te.Linear(16, 8, bias=False), torch.randn(4, 16)
     before, results = copy.deepcopy(layer.state_dict()), []
     for region in (torch.inference_mode, torch.no_grad):
@@ -435,7 +416,6 @@ def test_calibrating_under_another_recipe_leaves_delayed_scaling_alone(kind: str
 @pytest.mark.sentinels("False")
 @pytest.mark.parametrize("compiled", [False, True])
 def test_calibration_reaches_quantize(compiled: bool) -> None:
-    torch._dynamo.reset()
     model = te.ops.Sequential(te.ops.Quantize(), te.ops.Linear(16, 16)).eval()
     run = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model
     x = torch.linspace(-7e4, 5e4, 64).view(4, 16)
@@ -447,24 +427,6 @@ def test_calibration_reaches_quantize(compiled: bool) -> None:
             y = run(x)
     assert float(model[0].fp8_scale[0, 0]) == float(torch.tensor(448.0) / 7e4)
     assert float((y - expected).norm() / expected.norm()) < 0.1
-
-
-def test_recomputation_repeats_the_first_run() -> None:
-    results = []
-    for recompute in (False, True):
-        torch.manual_seed(0)
-        layer = te.LayerNormMLP(32, 48, activation="swiglu")
-        for step in range(3):
-            x = torch.randn(8, 32, generator=torch.Generator().manual_seed(step)).requires_grad_()
-            with te.autocast(recipe=RECIPE):
-                if recompute:
-                    y = checkpoint(layer, x, use_reentrant=False, context_fn=te.recompute_contexts)
-                else:
-                    y = layer(x)
-            y.square().sum().backward()
-        results.append([y.detach(), x.grad, layer.fp8_scale, layer.fp8_history, *(p.grad for p in layer.parameters())])
-    for a, b in zip(*results, strict=True):
-        torch.testing.assert_close(b, a, rtol=0, atol=0)
 
 
 PLAIN = aot_autograd(fw_compiler=make_boxed_compiler(lambda graph, inputs: graph))
@@ -496,8 +458,7 @@ def test_a_region_inside_a_compiled_function(backend: str | Callable) -> None:
                 seen += [layer.fp8_scale, layer.fp8_history]
         results.append([*seen, layer.fp8_grad_amax, outputs[-1].detach()])
         assert len({float(history[0, 2, 0]) for history in seen[1::2]}) > 5, "no gradient amax reached the history"
-    for a, b in zip(*results, strict=True):
-        torch.testing.assert_close(b, a, rtol=0, atol=0)
+    torch.testing.assert_close(results[1], results[0], rtol=0, atol=0)
 
 
 def test_state_moves_by_name_and_refuses_what_does_not_fit() -> None:

@@ -1,8 +1,6 @@
 """A region that a checkpointed function opens itself: gradients are those without checkpointing, under every recipe and
 however torch checkpoints, or the call is refused in one sentence."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -44,7 +42,7 @@ def gradients(recipe: Any, run: Checkpointed) -> list[Tensor]:
         run(function, x).float().square().sum().backward()
         found += [x.grad, *(p.grad for p in layers.parameters())]
         layers.zero_grad()
-    return found  # type: ignore[return-value]
+    return found
 
 
 @pytest.mark.parametrize("way", WAYS)

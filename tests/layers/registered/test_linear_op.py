@@ -1,8 +1,6 @@
 """`Linear(boundary="layer")`, an operation forward and one backward: real against fake in every combination, the bits
 of `boundary="kernel"` eager and compiled, and what is refused by name."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 
@@ -17,12 +15,11 @@ from torch.distributed.fsdp import fully_shard
 import te_models.layers as te
 from te_models.kernels.custom_op import differentiable, registered
 from te_models.layers.gemm.registered import linear_layer_backward, linear_layer_forward
+from tests.compare import refused
 from tests.kernels.described import Calls, check_description
 from tests.layers.module.test_compile_claims import nodes_of, reachable
 from tests.layers.quantizer.examples import EXAMPLES
 from tests.layers.recipe.test_delayed_scaling import PLAIN
-
-pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 ROWS, IN, OUT = 40, 64, 48
 RECIPES: dict[str, te.Recipe | None] = {
@@ -274,18 +271,15 @@ def test_a_graph_of_one_operation_for_all_token_counts_and_equal_recipes(name: s
 
 
 def test_what_one_operation_cannot_do_is_refused() -> None:
-    with pytest.raises(ValueError, match="boundary is 'module'; allowed: 'kernel', 'layer'"):
-        layer_of("none", boundary="module")
+    refused(lambda: layer_of("none", boundary="module"), "boundary is 'module'; allowed: 'kernel', 'layer'")
     with pytest.raises(ValueError, match="boundary='layer' does not work with delay_wgrad_compute=True; allowed:"):
         layer_of("none", delay_wgrad_compute=True)
     layer = layer_of("none", fuse_wgrad_accumulation=True)
     layer.weight.grad_added_to_main_grad = False
-    with pytest.raises(ValueError, match="boundary='layer' does not work with a weight that has grad_added_to_main"):
-        layer(inputs())
+    refused(lambda: layer(inputs()), "boundary='layer' does not work with a weight that has grad_added_to_main")
     x = inputs().requires_grad_()
     (dx,) = torch.autograd.grad(layer_of("none")(x).float().square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="no autograd formula was registered"):
-        dx.sum().backward()
+    refused(lambda: dx.sum().backward(), "no autograd formula was registered", error=RuntimeError)
 
 
 def test_pairs_that_do_not_fit_are_refused() -> None:

@@ -1,7 +1,5 @@
 """Quantized arguments and results of registered operations: real against fake, eager against compiled."""
 
-from __future__ import annotations
-
 import copy
 import json
 import re
@@ -38,8 +36,6 @@ from tests.compare import raw, same_bits
 from tests.kernels.described import check_description, tensors
 from tests.layers.quantizer.examples import DELAYED, EXAMPLES, STOCHASTIC
 
-pytestmark = pytest.mark.usefixtures("fresh_compiler")
-
 
 class Stored(NamedTuple):
     """A value as `as_tensor` asks, and what it stands for."""
@@ -49,7 +45,7 @@ class Stored(NamedTuple):
 
 
 def _stored(x: Tensor, m_splits: Tensor | None, quantizer: Live, as_tensor: bool) -> Stored:
-    return Stored(quantized_like(x, quantizer, as_tensor=as_tensor, m_splits=m_splits), like(x))  # type: ignore[arg-type]
+    return Stored(quantized_like(x, quantizer, as_tensor=as_tensor, m_splits=m_splits), like(x))
 
 
 @operation("test_quantize", _stored)
@@ -97,7 +93,7 @@ class Passed(NamedTuple):
 
 def _passed(x: Tensor, weight: Weight, quantizer: Quantizer) -> tuple[Result | Alias, ...]:
     made = Alias("weight") if isinstance(weight, QuantizedTensor) else quantized_like(weight, quantizer, as_tensor=True)
-    return Passed(made, Alias(0), like(x, (x.shape[0], weight.shape[0])))  # type: ignore[arg-type]
+    return Passed(made, Alias(0), like(x, (x.shape[0], weight.shape[0])))
 
 
 @operation("test_pass", _passed)

@@ -1,8 +1,6 @@
 """Usages that change inside of a compiled function: which copies `quantize` makes there, and what the object says
 afterwards."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -50,7 +48,6 @@ def tensors(found: Any) -> list[tuple[str, Tensor]]:
 def test_usages_change_in_a_compiled_function(name: str, function: Callable[..., Any]) -> None:
     if name == "live" and function is other:  # it is told, and has no other value
         function = told
-    torch.compiler.reset()
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
     kept = QUANTIZERS[name]()
     for quantizer in (QUANTIZERS[name](), kept, kept):  # told again what it was told before
@@ -66,7 +63,6 @@ def test_usages_change_in_a_compiled_function(name: str, function: Callable[...,
 
 @pytest.mark.slow
 def test_a_quantizer_that_was_told_before_the_call() -> None:
-    torch.compiler.reset()
     quantizer = te.MXFP8Quantizer()
     quantizer.set_usage(columnwise=False)
     compiled = torch.compile(lambda x, q: q.quantize(x), fullgraph=True, backend="aot_eager")

@@ -1,7 +1,5 @@
 """A torch that cannot register constants of graphs compiles the same graphs, with the same bits."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import subprocess

@@ -1,7 +1,5 @@
 """Recipes that are assigned to after they were made, as programs of Transformer Engine do."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
@@ -123,7 +121,6 @@ def test_a_region_takes_what_the_recipe_means_when_it_is_entered() -> None:
 
 @pytest.mark.slow
 def test_compiled_code_sees_an_assignment() -> None:
-    torch.compiler.reset()
     layer, x, chosen = te.Linear(256, 32), torch.randn(32, 256), te.Float8BlockScaling(use_f32_scales=True)
     run = torch.compile(layer, fullgraph=True, backend="aot_eager")
     found = []

@@ -1,8 +1,6 @@
 """Users compile functions of their own in which our layers are called between other operations: one graph, the bits of
 eager, under every recipe; regions, recipes as arguments and weight caches inside or around them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +14,6 @@ from tests.layers.matrix_recipes import graphs
 from tests.layers.recipe.test_delayed_scaling import PLAIN
 from tests.layers.te.ops.steps import NAMES, assert_equal, fresh, reset, step
 
-pytestmark = pytest.mark.usefixtures("fresh_compiler")
 HIDDEN = 64
 
 
@@ -58,7 +55,6 @@ CASES = [
 @pytest.mark.parametrize(("name", "backend"), CASES)
 def test_layers_between_other_operations(name: str | None, backend: str | Callable) -> None:
     """By Inductor norms and softmax are sums in another order: the scalar agrees within float32."""
-    torch.manual_seed(0)
     model = Mixed()
     run = torch.compile(model, fullgraph=True, backend=backend)
     for seed in (1, 2):
@@ -90,7 +86,6 @@ class Toy(nn.Module):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "mxfp8" else pytest.mark.slow) for n in NAMES])
 def test_a_module_opens_its_own_region(name: str | None) -> None:
-    torch.manual_seed(0)
     model, x = Toy(name), torch.randn(32, HIDDEN)
     run = torch.compile(model, fullgraph=True, backend="eager")
     for _ in range(2):
@@ -136,7 +131,6 @@ def test_nested_regions_of_two_recipes_around_and_inside() -> None:
 @pytest.mark.parametrize("kind", [pytest.param("stored", marks=pytest.mark.slow), "cached"])
 def test_micro_batches_and_evaluation_of_quantized_weights(kind: str) -> None:
     """A user's step over cached or stored weights, in training and evaluation in turns: one graph each."""
-    torch.manual_seed(0)
     with te.quantized_model_init(enabled=kind == "stored", recipe=te.MXFP8BlockScaling()):
         model = nn.ModuleList([te.LayerNormMLP(HIDDEN, 96), te.Linear(HIDDEN, HIDDEN)])
 
@@ -156,7 +150,7 @@ def test_micro_batches_and_evaluation_of_quantized_weights(kind: str) -> None:
                 with te.microbatch(first=False if kind == "cached" else None):
                     losses = [function(torch.full((32, HIDDEN), float(i))) for i in range(2)]
             if training:
-                sum(losses).backward()  # type: ignore[union-attr]
+                sum(losses).backward()
             found[-1] += [loss.detach() for loss in losses]
         found[-1] += [p.grad.clone() for p in model.parameters()]
     assert_equal(*found)

@@ -1,7 +1,5 @@
 """Grouped storages of Transformer Engine's flat buffers: the members that quantizing makes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -53,7 +51,6 @@ def buffers(name: str, values: list[Tensor]) -> dict[str, Tensor]:
 @pytest.mark.parametrize("shape", [(128, 128), (48, 64)])
 @pytest.mark.parametrize("name", QUANTIZERS)
 def test_members_of_one_shape(name: str, shape: tuple[int, int]) -> None:
-    torch.manual_seed(0)
     values = [torch.randn(shape).bfloat16() for _ in range(3)]
     quantizer = None if name == "identity" else QUANTIZERS[name]
     flat = buffers(name, values)
@@ -84,7 +81,6 @@ def test_members_of_one_shape(name: str, shape: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("name", ["current", "mxfp8", "nvfp4", "identity"])
 def test_members_of_different_rows(name: str) -> None:
-    torch.manual_seed(0)
     values = [torch.randn(rows, 128) for rows in (128, 256, 128)]
     quantizer = QUANTIZERS[name].with_usage(rowwise=True, columnwise=False)
     flat = {key: buffer for key, buffer in buffers(name, values).items() if not key.startswith("columnwise")}

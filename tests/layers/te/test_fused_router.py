@@ -1,7 +1,5 @@
 """The dense maps of Transformer Engine's router functions, each against its definition written with torch.topk."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -41,7 +39,6 @@ def defined(logits: Tensor, topk: int, pre: bool, groups: tuple, scaling: float 
 @pytest.mark.parametrize("name, pre", [("softmax", False), ("softmax", True), ("sigmoid", False), ("sqrtsoftplus", 0)])
 def test_dense_maps(name: str, pre: bool, topk: int, groups: tuple, scaling: float | None) -> None:
     """Groups valued by one, two or three of their scores."""
-    torch.manual_seed(0)
     logits = torch.randn(T, E).requires_grad_()
     bias = None if name == "softmax" else torch.randn(E) / 10
     probs, mask = te.fused_topk_with_score_function(logits, topk, bool(pre), *groups, scaling, name, bias)
@@ -56,7 +53,6 @@ def test_dense_maps(name: str, pre: bool, topk: int, groups: tuple, scaling: flo
 
 @pytest.mark.parametrize("name", SCORE)
 def test_scores_and_the_loss_of_balance(name: str) -> None:
-    torch.manual_seed(0)
     logits = torch.randn(T, E).bfloat16().requires_grad_()
     mask, scores = te.fused_compute_score_for_moe_aux_loss(logits, 4, name)
     expected = SCORE[name](logits.double())

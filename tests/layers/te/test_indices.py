@@ -1,8 +1,6 @@
 """Positions, rows and chunks that are not there are an error in one sentence: no index is clamped to one that is there,
 and none counts from the end."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest
@@ -20,7 +18,7 @@ def rotated(qkv_format: str, start: list[int] | None = None, cu_seqlens: list[in
     x, freqs = torch.ones(shape), te.RotaryPositionEmbedding(8)(4)
     more = {"start_positions": start, "cu_seqlens": cu_seqlens}
     tensors = {name: torch.tensor(value) for name, value in more.items() if value is not None}
-    return te.apply_rotary_pos_emb(x, freqs, qkv_format, **tensors)  # type: ignore[arg-type]
+    return te.apply_rotary_pos_emb(x, freqs, qkv_format, **tensors)
 
 
 @pytest.mark.parametrize("start", [[0, 0, 3, 0], [0, 0, -1, 0]])

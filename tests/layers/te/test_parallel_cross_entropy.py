@@ -2,8 +2,6 @@
 
 On two real ranks, eagerly and compiled, it is a case of `tests/layers/tensor_parallel_ranks.py`."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """`fp8_grad=True` and `fp8_output=True`: what leaves a layer in either direction is a quantized tensor."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 
@@ -33,7 +31,6 @@ def gradient(layer: Any, recipe: te.Recipe, x: Tensor, dy: Tensor, **options: bo
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_input_gradient_comes_quantized(name: str, kind: str) -> None:
-    torch.manual_seed(0)
     layer, recipe = KINDS[kind](64, 32), RECIPES[name]
     x, dy = torch.randn(2, 16, 64), torch.randn(2, 16, 32)
     plain = gradient(layer, recipe, x, dy)
@@ -53,7 +50,6 @@ def test_the_input_gradient_comes_quantized(name: str, kind: str) -> None:
 
 
 def test_usages_decide_the_buffers_and_a_layer_before_takes_it() -> None:
-    torch.manual_seed(0)
     first, second = te.Linear(64, 64), te.Linear(64, 32)
     x, dy = torch.randn(16, 64), torch.randn(16, 32)
     assert list(gradient(second, RECIPES["block"], x, dy, fp8_grad=True).fields) == [
@@ -83,7 +79,6 @@ def gradient_in_high_precision(layer: te.Linear, x: Tensor, dy: Tensor) -> Tenso
 
 def test_delayed_scaling_has_a_history_of_outputs_and_input_gradients() -> None:
     """The scale of a step is 448 (57344) over the largest of the steps before; the first one is 1."""
-    torch.manual_seed(0)
     recipe = te.DelayedScaling(amax_history_len=3)
     layer = te.Linear(64, 32)
     plain = copy.deepcopy(layer)
@@ -125,8 +120,6 @@ def test_delayed_scaling_has_a_history_of_outputs_and_input_gradients() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["mxfp8", "delayed"])
 def test_compiled(name: str) -> None:
-    torch.compiler.reset()
-    torch.manual_seed(0)
     recipe = RECIPES.get(name, te.DelayedScaling())
     layer, x = te.Linear(64, 32), torch.randn(16, 64)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")

@@ -1,8 +1,6 @@
 """`replace_linears` puts our layers into any model: the very parameters under the same names, the same bits in high
 precision, and a report of what was left and why."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor, nn

@@ -1,7 +1,5 @@
 """Transformer Engine's larger layers, compiled: one graph for all lengths, with the bits of eager."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -13,7 +11,6 @@ from torch._dynamo.utils import counters
 import te_models.layers as te
 from tests.layers.te.ops.steps import assert_equal, step
 
-pytestmark = pytest.mark.usefixtures("fresh_compiler")
 HIDDEN = 64
 
 
@@ -83,7 +80,6 @@ KINDS: dict[str, tuple[Callable[[], nn.Module], int]] = {
 @pytest.mark.parametrize("name", [None, "delayed", "mxfp8"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_graph_for_all_lengths(kind: str, name: str | None) -> None:
-    torch.manual_seed(0)
     build, inputs = KINDS[kind]
     model = build()
     compiled = torch.compile(model, fullgraph=True, dynamic=True, backend="aot_eager")

@@ -1,7 +1,5 @@
 """Options of Transformer Engine's layers: what each computes, against the layer without it or the formula."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -44,14 +42,12 @@ def joined(kind: type, split: object, chosen: te.Recipe | None, **options: objec
 @pytest.mark.parametrize("kind", [te.Linear, te.LayerNormLinear])
 def test_split_parameters_are_one_gemm(kind: type, chosen: te.Recipe | None) -> None:
     """Bit for bit: the scale of a tensor is that of all parameters together."""
-    torch.manual_seed(0)
     for split in (PARTS, {"query": 64, "key": 16, "value": 16}):
         for a, b in zip(*joined(kind, split, chosen), strict=True):
             assert torch.equal(a, b)
 
 
 def test_split_parameters_cache_and_compile() -> None:
-    torch.manual_seed(0)
     layer, x = te.Linear(32, 96, parameters_split=PARTS), torch.randn(4, 32)
     assert layer.weight_names() == ("query_weight", "key_weight", "value_weight")
     with te.autocast(recipe=te.MXFP8BlockScaling()):
@@ -95,7 +91,6 @@ def test_what_split_parameters_cannot_have() -> None:
 @pytest.mark.parametrize("kind", [te.Linear, te.LayerNormLinear])
 def test_an_output_comes_quantized(kind: type, chosen: te.Recipe) -> None:
     """As the recipe's quantizer of inputs makes it of the plain output, whose gradients it has."""
-    torch.manual_seed(0)
     layer, x = kind(32, 64, return_bias=True), torch.randn(2, 16, 32, requires_grad=True)
     dy = torch.randn(2, 16, 64)
     found = []
@@ -127,7 +122,6 @@ GATED = {"geglu": "gelu", "qgeglu": "qgelu", "reglu": "relu", "sreglu": "srelu",
 
 @pytest.mark.parametrize("name", [*(name for name in ACTIVATIONS if name != "glu"), *GATED])
 def test_activations_of_the_mlp(name: str) -> None:
-    torch.manual_seed(0)
     mlp, x = te.LayerNormMLP(16, 32, activation=name), torch.randn(4, 16)
     nn.init.normal_(mlp.fc1_weight)
     hidden = F.linear(mlp.normed(x), mlp.fc1_weight, mlp.fc1_bias)
@@ -167,7 +161,6 @@ def test_a_checkpointed_mlp_saves_its_input_and_changes_no_bit(chosen: te.Recipe
 
 @pytest.mark.slow
 def test_a_checkpointed_mlp_compiles() -> None:
-    torch.manual_seed(0)
     mlp, x = te.LayerNormMLP(32, 64, checkpoint=True), torch.randn(8, 32, requires_grad=True)
     compiled = torch.compile(mlp, fullgraph=True, backend="aot_eager")
     with te.autocast(recipe=te.MXFP8BlockScaling()):

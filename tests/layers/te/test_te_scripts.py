@@ -1,7 +1,5 @@
 """Small programs in the style of Transformer Engine's examples, with the import changed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -20,7 +18,7 @@ def trained(parameters: Iterable[Tensor], loss: Tensor) -> None:
     """Every parameter has a gradient, and no gradient has lost its numbers."""
     loss.backward()
     for parameter in parameters:
-        assert parameter.grad is not None and bool(parameter.grad.isfinite().all())
+        assert bool(parameter.grad.isfinite().all())
 
 
 def test_digits_with_calibration_and_a_state_dict() -> None:

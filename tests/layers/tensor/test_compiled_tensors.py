@@ -1,7 +1,5 @@
 """Quantized tensors as inputs and outputs of compiled functions: one graph for all values, the same bits as eager."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn
@@ -9,8 +7,6 @@ from torch import nn
 from te_models.layers import GroupedTensor, NVFP4Quantizer, QuantizedTensor
 from tests.build import weight_quantizers
 from tests.compare import in_dtype, same_bits
-
-pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 FORMATS = weight_quantizers() | {"nvfp4_rht": NVFP4Quantizer(with_rht=True)}
 

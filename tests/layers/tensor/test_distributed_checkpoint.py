@@ -1,7 +1,5 @@
 """Recipe state through torch.distributed.checkpoint, which loads only what a new model's state dict asks for."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 

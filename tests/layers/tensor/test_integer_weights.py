@@ -1,7 +1,5 @@
 """Weights stored as integers: what layers compute with them, in eager code and in graphs, and the numbers they hold."""
 
-from __future__ import annotations
-
 import io
 from typing import Any
 
@@ -51,7 +49,6 @@ def test_a_layer_computes_with_the_values_forward_and_backward(name: str, dtype:
 
 @pytest.mark.parametrize("per_gemm", [False, True])
 def test_experts_compute_with_the_values(per_gemm: bool) -> None:
-    torch.manual_seed(0)
     layer = te.GroupedLinear(3, 64, 32, bias=False, single_grouped_weight=not per_gemm)
     quantizer, x = te.Int4Quantizer(zero_points=True), torch.randn(20, 64, requires_grad=True)
     with torch.no_grad():
@@ -66,7 +63,6 @@ def test_experts_compute_with_the_values(per_gemm: bool) -> None:
     values = torch.stack(weights) if per_gemm else weights[0]
     expected = torch.cat([part @ values[g].mT for g, part in enumerate(x.split(splits.tolist()))])
     torch.testing.assert_close(y, expected)
-    assert x.grad is not None
     torch.testing.assert_close(x.grad[:7], values[0].sum(0).expand(7, -1))
 
 

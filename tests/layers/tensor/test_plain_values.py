@@ -1,8 +1,6 @@
 """The values of a quantized tensor are a plain tensor, however they are asked for: it is written to in place, trained
 and averaged, and the quantized tensor stays as it is."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable
 
@@ -40,7 +38,7 @@ def weight(request: pytest.FixtureRequest) -> QuantizedTensor:
     name, grouped = request.param
     torch.manual_seed(0)
     x = torch.randn(3, 40, 72).bfloat16() if grouped else torch.randn(40, 72).bfloat16()
-    return nn.Parameter(FORMATS[name].quantize_grouped(x) if grouped else FORMATS[name].quantize(x))  # type: ignore[return-value]
+    return nn.Parameter(FORMATS[name].quantize_grouped(x) if grouped else FORMATS[name].quantize(x))
 
 
 @pytest.mark.parametrize(

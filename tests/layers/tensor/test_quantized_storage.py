@@ -1,7 +1,5 @@
 """One declaration per format: what the schema says is what the quantizer makes, in storages and tensors alike."""
 
-from __future__ import annotations
-
 import io
 
 import pytest
@@ -14,7 +12,7 @@ from te_models.layers.quantizer.schema import empty_fields, field_layouts
 from te_models.layers.tensor.formats import TENSOR_CLASSES
 from te_models.layers.tensor.storage import STORAGE_CLASSES
 from tests.build import weight_quantizers
-from tests.compare import raw, same_bits
+from tests.compare import raw, refused, same_bits
 
 FORMATS = weight_quantizers()
 
@@ -120,12 +118,10 @@ def test_a_copy_can_be_dropped_and_not_be_conjured(name: str, kind: type) -> Non
     assert all(field.startswith("rowwise") for field in value.fields)
     assert not hasattr(value, "columnwise_data")
     assert all(torch.equal(raw(tensor), before[field]) for field, tensor in value.fields.items())
-    with pytest.raises(ValueError, match="columnwise"):
-        value.operand("columnwise", torch.float32)
+    refused(lambda: value.operand("columnwise", torch.float32), "columnwise")
     with pytest.raises(ValueError, match="no columnwise copy, and its other copy does not determine one"):
         value.update_usage(columnwise=True)
-    with pytest.raises(ValueError, match="at least one usage"):
-        value.update_usage(rowwise=False)
+    refused(lambda: value.update_usage(rowwise=False), "at least one usage")
     other = quantizer.quantize(x)
     other.update_usage(rowwise=False)
     assert all(field.startswith("columnwise") for field in other.fields)

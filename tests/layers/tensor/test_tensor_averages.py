@@ -1,7 +1,5 @@
 """Masters and averages of quantized weights: float32 ones move by small steps, quantized ones are refused."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """Collectives over quantized tensors, on two ranks: every operation that torch's dispatcher lists, in every format."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Copies, moves, files and state dicts keep the quantized form, its bits and what users have set on a parameter."""
 
-from __future__ import annotations
-
 import copy
 import io
 import pickle
@@ -16,7 +14,7 @@ import te_models.layers as te
 from te_models.checkpoints import plain_state_dict
 from te_models.layers.tensor.formats import rebuild_quantized
 from tests.build import weight_quantizers
-from tests.compare import in_dtype, same_bits
+from tests.compare import in_dtype, refused, same_bits
 
 FORMATS = weight_quantizers()
 
@@ -107,13 +105,11 @@ def test_a_backward_pass_after_its_weight_was_written_to_is_an_error(quantized: 
             parameter.data = values
         else:
             getattr(parameter, write)(values)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        y.sum().backward()
+    refused(lambda: y.sum().backward(), "modified by an inplace operation", error=RuntimeError)
 
 
 def test_writing_a_wrong_shape_is_refused(quantized: te.QuantizedTensor) -> None:
-    with pytest.raises(ValueError, match="cannot quantize shape"):
-        quantized.copy_(torch.ones(7))
+    refused(lambda: quantized.copy_(torch.ones(7)), "cannot quantize shape")
 
 
 # --- copies and moves -------------------------------------------------------------------------------------------------
@@ -283,8 +279,7 @@ def test_shared_memory_holds_every_field(quantized: te.QuantizedTensor) -> None:
 
 def test_a_view_is_not_saved_with_half_of_its_meaning() -> None:
     view = te.MXFP8Quantizer().quantize(torch.randn(32, 32)).view(-1)
-    with pytest.raises(ValueError, match="cannot be saved"):
-        torch.save(view, io.BytesIO())
+    refused(lambda: torch.save(view, io.BytesIO()), "cannot be saved")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -305,8 +300,7 @@ def test_what_no_file_could_be_read_back_from_is_not_saved() -> None:
 def test_files_that_contradict_themselves_are_refused() -> None:
     x = te.MXFP8Quantizer().quantize(torch.randn(32, 32))
     _, (name, quantizer, shape, dtype, fields, flags) = x.__reduce_ex__(2)
-    with pytest.raises(ValueError, match=r"class 'os\.system'"):
-        rebuild_quantized("os.system", quantizer, shape, dtype, fields, flags)
+    refused(lambda: rebuild_quantized("os.system", quantizer, shape, dtype, fields, flags), "class 'os.system'")
     with pytest.raises(ValueError, match=r"the field rowwise_data is .*\(32, 32\); expected: .*\(64, 32\)"):
         rebuild_quantized(name, quantizer, (64, 32), dtype, fields, flags)
     with pytest.raises(ValueError, match="the field columnwise_data is nothing"):
@@ -327,15 +321,15 @@ def build(name: str, grouped: bool) -> nn.Module:
 
 
 @pytest.mark.parametrize("grouped", [False, True])
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", [*RECIPES, "delayed", "nvfp4"])
 def test_module_moves_keep_class_bits_and_attributes(name: str, grouped: bool) -> None:
     module = build(name, grouped)
     parameter, before = module.weight, module.weight.clone()
     parameter.partition_dim = 1
-    for move in (lambda: module.half(), lambda: module.to(torch.bfloat16), lambda: module.float()):
-        move()
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        module.to(dtype)
         assert module.weight is parameter and isinstance(parameter, nn.Parameter)
-        assert type(parameter) is type(before) and same_bits(parameter, before)
+        assert type(parameter) is type(before) and same_bits(parameter, before) and parameter.dtype is dtype
         assert parameter.requires_grad and parameter.partition_dim == 1
     module.to("meta")
     assert type(module.weight) is type(before) and module.weight.partition_dim == 1
@@ -410,9 +404,7 @@ def test_clipping_and_adamw_in_a_training_step(name: str, grouped: bool) -> None
 @pytest.mark.parametrize("grouped", [False, True])
 @pytest.mark.parametrize("name", RECIPES)
 def test_compiled_steps_see_updates_of_the_storage(name: str, grouped: bool, backend: str) -> None:
-    torch.manual_seed(0)
     module = build(name, grouped)
-    torch._dynamo.reset()
     compiled = torch.compile(module, fullgraph=True, dynamic=False, backend=backend)
     x = torch.randn(8, 64)
     splits = torch.tensor([3, 5])
@@ -431,7 +423,6 @@ def test_compiled_steps_see_updates_of_the_storage(name: str, grouped: bool, bac
 
 def test_weights_of_delayed_scaling_are_restored_bit_for_bit_from_a_file() -> None:
     """The file knows their format, which is that of current scaling."""
-    torch.manual_seed(0)
     with te.quantized_model_init(recipe=te.DelayedScaling()):
         source, target = te.Linear(33, 50), te.Linear(33, 50)
     file = io.BytesIO()

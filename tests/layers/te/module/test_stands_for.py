@@ -1,7 +1,5 @@
 """The modules that users name, and the layers of the core that they are built on."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 from collections.abc import Callable
@@ -33,7 +31,7 @@ named = pytest.mark.parametrize(("core", "users", "sizes"), PAIRS, ids=lambda va
 def test_a_layer_of_the_core_is_an_instance_of_the_class_that_users_name(
     core: type[nn.Module], users: type[nn.Module], sizes: tuple
 ) -> None:
-    class Own(users):  # type: ignore[valid-type, misc]
+    class Own(users):
         pass
 
     assert isinstance(core(*sizes), users) and issubclass(core, users)
@@ -85,5 +83,5 @@ def test_both_are_the_same_layer(pair: tuple[Callable[[], nn.Module], Callable[[
     x = torch.randn(8, 64, dtype=next(own.parameters()).dtype)
     for found, expected in zip(run(own, x), run(theirs, x), strict=True):
         assert torch.equal(found, expected)
-    assert theirs.fp8 and theirs.fp8_meta["recipe"] == te.MXFP8BlockScaling()  # type: ignore[operator, index]
+    assert theirs.fp8 and theirs.fp8_meta["recipe"] == te.MXFP8BlockScaling()
     assert not hasattr(own, "fp8_meta")

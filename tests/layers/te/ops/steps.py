@@ -1,7 +1,5 @@
 """What the tests of operations share: one training step, repeatable under every recipe."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

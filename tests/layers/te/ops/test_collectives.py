@@ -1,7 +1,5 @@
 """Collectives on two ranks, eagerly and compiled."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,15 +1,11 @@
 """Groups compile to one graph, forward and backward, for all shapes, and compute the same bits as eager."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch._dynamo.utils import counters
 
 from te_models.layers import QuantizedTensor, autocast, ops, quantized_model_init, recipe
 from tests.layers.te.ops.steps import NAMES, assert_equal, step
-
-pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
 def mlp(recompute: bool = False) -> ops.Sequential:
@@ -55,7 +51,6 @@ MATRIX = [
 @pytest.mark.slow
 @pytest.mark.parametrize("kind, name, stored", MATRIX)
 def test_one_graph_for_all_shapes_and_equal_recipes(kind: str, name: str | None, stored: bool) -> None:
-    torch.manual_seed(0)
     build, extra_inputs = KINDS[kind]
     with quantized_model_init(enabled=stored, recipe=name and recipe(name)):
         model = build()
@@ -73,7 +68,6 @@ def test_inductor_computes_the_same_group(name: str | None) -> None:
     """But for the order of sums, of at most 128 numbers: as many roundings to float32. (Norms and activations are
     compiled to other instructions. Were a last bit to move one of 3072 values to the next FP8 number, this would fail;
     that takes a value within 2^-22 of the middle of two, one in 2^18.)"""
-    torch.manual_seed(0)
     model = mlp()
     compiled = torch.compile(model, fullgraph=True)
     inputs = [torch.randn(32, 96) for _ in range(2)]
@@ -105,7 +99,6 @@ def test_quantized_inputs_and_outputs_of_graphs() -> None:
 )
 def test_compiled_inside_of_saved_tensor_hooks(name: str | None) -> None:
     """They see what the graph saves; it is the graph of a call outside of them."""
-    torch.manual_seed(0)
     model, packed = mlp(), []
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     inputs = [torch.randn(33, 96) for _ in range(2)]

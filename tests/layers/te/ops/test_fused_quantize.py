@@ -1,7 +1,5 @@
 """Quantized data between operations: done where it can be, and without changing a bit."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest
@@ -144,7 +142,6 @@ def test_torch_autocast_rounds_before_quantization(handovers: list) -> None:
 
 @pytest.mark.parametrize("name", NAMES[1:])
 def test_quantized_inputs_and_outputs(name: str) -> None:
-    torch.manual_seed(0)
     front, back = (
         te.ops.Sequential(te.ops.SiLU(), te.ops.Quantize()),
         te.ops.Sequential(te.ops.Identity(), te.ops.Linear(96, 48)),

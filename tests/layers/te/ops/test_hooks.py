@@ -1,7 +1,5 @@
 """Hooks on operations run as on the modules of `torch.nn.Sequential`; without any, nothing is taken apart."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest
@@ -103,7 +101,6 @@ def test_pruning_is_a_hook() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("recompute", [False, True])
 def test_hooks_are_in_the_graph(recompute: bool) -> None:
     model, x = mlp(), torch.randn(8, 96)

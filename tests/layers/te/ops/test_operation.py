@@ -1,7 +1,5 @@
 """What a class of operations must define, and that both forms of a forward pass run."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -92,7 +90,6 @@ class SplitCube(ops.BasicOperation):
 @pytest.mark.parametrize("kind", [Cube, SplitCube])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_both_forms_run_and_differentiate(kind: type, compiled: bool) -> None:
-    torch._dynamo.reset()
     model = ops.Sequential(kind(), ops.ConstantScale(2.0), kind())
     run = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model
     x = torch.randn(5, dtype=torch.float64, requires_grad=True)

@@ -1,7 +1,5 @@
 """Sequential: extra inputs and outputs, modules among operations, changes of the list, recomputation."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
@@ -102,7 +100,6 @@ def test_a_changed_list_is_grouped_anew() -> None:
 
 @pytest.mark.parametrize("name", NAMES, ids=str)
 def test_linear_equals_the_module(name: str | None) -> None:
-    torch.manual_seed(0)
     operation, module = ops.Linear(96, 48), Linear(96, 48)
     with torch.no_grad():
         operation.bias.normal_()
@@ -115,7 +112,6 @@ def test_linear_equals_the_module(name: str | None) -> None:
 
 @pytest.mark.parametrize("name", [None, "delayed", "nvfp4"], ids=str)
 def test_recomputation_repeats_the_first_run(name: str | None) -> None:
-    torch.manual_seed(0)
     model = ops.Sequential(ops.RMSNorm(64), ops.Linear(64, 128), ops.SwiGLU(), ops.Dropout(0.5), ops.Linear(64, 64))
     x = torch.randn(33, 64)
     kept: list[int] = []
@@ -141,7 +137,6 @@ def test_recomputation_repeats_the_first_run(name: str | None) -> None:
 @pytest.mark.parametrize("name", [None, "delayed", "mxfp8"], ids=str)
 def test_saved_tensor_hooks_around_a_whole_step(name: str | None) -> None:
     """Backward pass included, in which norms and activations are differentiated."""
-    torch.manual_seed(0)
     model = ops.Sequential(ops.RMSNorm(64), ops.Linear(64, 128), ops.SwiGLU(), ops.L2Norm(), ops.Linear(64, 64))
     x, packed = torch.randn(33, 64), []
     expected = step(model, name, [x])

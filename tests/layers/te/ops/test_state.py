@@ -1,7 +1,5 @@
 """Live state, weight caches and main gradients of operations are those of the modules."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
