@@ -1,7 +1,5 @@
 """A registered operation's description against what it returns: for real, on fake tensors and with symbolic sizes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Activations by name: values, probability weighting, and the names that exist."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

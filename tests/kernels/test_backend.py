@@ -1,7 +1,5 @@
 """What runs here is one answer: by the setting, the machine and the call, whatever ran before."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable
@@ -94,7 +92,7 @@ def test_the_definition_computes_what_a_library_cannot(name: str, op: Compiled) 
 
 
 def test_settings_that_are_none() -> None:
-    for call in (lambda: backend.set_backend("fast"), lambda: using_backend("fast").__enter__()):  # type: ignore[arg-type]
+    for call in (lambda: backend.set_backend("fast"), lambda: using_backend("fast").__enter__()):
         with pytest.raises(BackendError, match="the backend is 'fast'; allowed: auto, definition, compiled"):
             call()
     code = "from te_models.kernels.backend import backend\ntry:\n print(backend())\nexcept ValueError as e:\n print(e)"

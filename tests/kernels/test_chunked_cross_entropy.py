@@ -1,7 +1,5 @@
 """Linear cross entropy by chunks of tokens: against float64, never with whole logits, one graph for all sizes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,8 +9,6 @@ from torch.profiler import ProfilerActivity, profile
 from te_models.kernels.cross_entropy import IGNORE_INDEX, linear_cross_entropy, rows
 from tests.kernels.test_cross_entropy import UNIT, exact_loss, inputs
 
-pytestmark = pytest.mark.usefixtures("fresh_compiler")
-
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -20,8 +16,10 @@ pytestmark = pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize(
     ("with_bias", "multiplier", "softcap"), [(False, 1.0, None), (True, 1.0, None), (True, 0.5, 3.0)]
 )
-@pytest.mark.parametrize("chunk_tokens", [1, 20, 1000])
-def test_values_and_gradients(chunk_tokens, with_bias, multiplier, softcap, compiled, dtype) -> None:
+@pytest.mark.parametrize("chunk_tokens", [None, 1, 20, 1000])
+def test_values_and_gradients(monkeypatch, chunk_tokens, with_bias, multiplier, softcap, compiled, dtype) -> None:
+    if chunk_tokens is None:  # of the logits, 10 rows at a time: 63 tokens are 6 chunks and a rest
+        monkeypatch.setattr(rows, "_STEP_ELEMENTS", 97 * 10)
     x, weight, bias, labels = inputs(63, 32, 97, dtype)
     bias = bias if with_bias else None
     leaves = [t.clone().requires_grad_() for t in (x, weight, bias) if t is not None]
@@ -35,8 +33,9 @@ def test_values_and_gradients(chunk_tokens, with_bias, multiplier, softcap, comp
     exact = [t.double().requires_grad_() for t in (x, weight, bias) if t is not None]
     expected = exact_loss(exact[0], exact[1], exact[2] if with_bias else None, labels, multiplier, softcap)
     (expected / 3).backward()
-    # The logits are O(4) and rounded to dtype twice at most (product, bias).
-    assert abs(loss.item() - expected.item()) <= 2 * 4 * UNIT[dtype]
+    # The logits are O(4) and rounded to dtype twice at most (product, bias), and once more where they are kept; the
+    # loss moves at most as much as they do.
+    assert abs(loss.item() - expected.item()) <= (3 if chunk_tokens is None else 2) * 4 * UNIT[dtype]
     for got, want in zip(leaves, exact, strict=True):
         assert got.grad.dtype == dtype
         # Sums of products of rounded factors: errors are random, so they stay below 8 roundings of the largest entry.

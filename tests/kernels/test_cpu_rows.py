@@ -1,7 +1,5 @@
 """Norms, rotations, activations and sums of rows in one C++ pass: the bits of their definitions, and where they run."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -14,7 +12,6 @@ from te_models.kernels import cpu_rows
 from te_models.kernels.activation import ACTIVATIONS, activation, gated_activation
 from te_models.kernels.activation import reference as activations
 from te_models.kernels.backend import Backend, forget, using_backend
-from te_models.kernels.cpp_library import CompilationError
 from te_models.kernels.cpu_rows import rows
 from te_models.kernels.norm import reference as norms
 from te_models.kernels.norm import rms_norm
@@ -23,6 +20,7 @@ from te_models.kernels.permute import sort_by_expert, unpermute
 from te_models.kernels.quantize.cpu import rounding as shared
 from te_models.kernels.rope import apply_rope, rope_tables
 from te_models.kernels.rope import reference as rotations
+from tests.patches import without_compiler
 
 BF16, F32 = torch.bfloat16, torch.float32
 DTYPES = (BF16, F32)
@@ -54,7 +52,7 @@ def special(x: Tensor) -> Tensor:
 
 
 def assert_same(found: Tensor | None, expected: Tensor) -> None:
-    assert found is not None and found.dtype == expected.dtype
+    assert found.dtype == expected.dtype
     assert torch.equal(found.isnan(), expected.isnan())
     integers = {2: torch.int16, 4: torch.int32}[found.dtype.itemsize]
     found, expected = (torch.where(t.isnan(), 0, t).contiguous().view(integers) for t in (found, expected))
@@ -208,7 +206,6 @@ def test_what_is_traced_or_transformed_gets_the_definition(library: None, call: 
         with torch.no_grad(), forward_ad.dual_level():  # which no_grad does not end
             dual = forward_ad.unpack_dual(call(forward_ad.make_dual(x, tangent)))
         torch.testing.assert_close(dual.tangent, forward)
-    torch._dynamo.reset()
     compiled = torch.compile(call, fullgraph=True, backend="eager")
     with torch.no_grad():
         assert torch.equal(compiled(x), expected)
@@ -233,10 +230,7 @@ def test_it_serves_plain_matrices_that_it_has_a_library_for(library: None, monke
 
 
 def test_without_a_compiler_the_definitions_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(*_: object) -> None:
-        raise CompilationError("there is no C++ compiler")
-
-    monkeypatch.setattr(rows, "_function", missing)
+    monkeypatch.setattr(rows, "_function", without_compiler)
     forget()
     before = shared.fallbacks["there is no C++ compiler"]
     x = values(256, 512)

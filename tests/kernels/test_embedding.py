@@ -1,7 +1,5 @@
 """Table lookup: values, gradient against a one-hot matrix in float64, repeated and missing ids, compiled."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -55,7 +53,6 @@ def test_compiled_equals_eager_for_any_number_of_tokens() -> None:
 
 @pytest.mark.parametrize("backend", [None, "aot_eager"])
 def test_a_main_gradient_gets_the_unrounded_sum(backend: str | None) -> None:
-    torch._dynamo.reset()
     ids = torch.tensor([[1, 3, 3], [0, 3, 1]])
     weight = torch.randn(5, 8).bfloat16().requires_grad_()
     grad, main_grad = torch.randn(2, 3, 8).bfloat16(), torch.ones(5, 8)

@@ -1,7 +1,5 @@
 """Experts of limited capacity: who finds room, against a loop; rows filled up to exactly the capacity."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Hyper-connections equal transformers' in values and gradients; the mixing matrix adds up to one both ways."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest
@@ -43,8 +41,7 @@ def test_a_sublayer_is_that_of_transformers() -> None:
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
     dy = torch.randn_like(found)
     of_theirs = torch.autograd.grad(wanted, [lanes, theirs.fn, theirs.base, theirs.scale], dy)
-    for mine, their in zip(torch.autograd.grad(found, inputs, dy), of_theirs):
-        torch.testing.assert_close(mine, their, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(torch.autograd.grad(found, inputs, dy), of_theirs, rtol=1e-4, atol=1e-5)
     lanes, *rest = parts(M, 1)
     head.hc_fn, head.hc_base, head.hc_scale = (torch.nn.Parameter(t.detach().clone()) for t in rest)
     one = collapsed(lanes, read_weights(lanes, *rest, eps=EPS, norm_eps=NORM_EPS))
@@ -75,5 +72,4 @@ def test_a_graph_computes_the_same() -> None:
     inputs = parts(M * (2 + M), 3)
     graph = torch.compile(ours, fullgraph=True, backend="aot_eager")
     found, wanted = (torch.autograd.grad(f(*inputs).square().sum(), inputs) for f in (graph, ours))
-    for mine, their in zip(found, wanted):
-        torch.testing.assert_close(mine, their, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)

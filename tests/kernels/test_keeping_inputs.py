@@ -1,8 +1,6 @@
 """Eager norms and activations on a CPU keep their inputs for the backward pass and nothing else, with the bits that
 autograd finds when it keeps everything, under every kind of derivative."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

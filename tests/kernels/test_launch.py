@@ -1,7 +1,5 @@
 """Where kernels run: with the GPU of their tensors as the current one."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 

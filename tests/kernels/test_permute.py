@@ -1,7 +1,5 @@
 """Permute and unpermute: properties of the permutation, sums and gradients against one-hot matrices in float64."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

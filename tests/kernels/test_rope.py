@@ -1,7 +1,5 @@
 """Rotary embedding: frequencies bit for bit as published, rotation against complex numbers in float64."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import LlamaConfig
@@ -9,6 +7,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from te_models.kernels.rope import apply_rope, rope_frequencies, rope_tables
+from tests.compare import refused
 
 pytestmark = pytest.mark.usefixtures("each_backend")
 
@@ -113,8 +112,7 @@ def test_partial_rotation_has_the_frequencies_of_a_smaller_head() -> None:
     ],
 )
 def test_impossible_frequencies_are_refused(arguments: dict, says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        rope_frequencies(16, 10000.0, **arguments)
+    refused(lambda: rope_frequencies(16, 10000.0, **arguments), says)
 
 
 def tables(length: int, channels: int, begin: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -201,7 +199,5 @@ def test_compiled_rotation_equals_eager(backend: str) -> None:
 
 def test_wrong_arguments_are_refused() -> None:
     x = torch.zeros(1, 2, 1, 8)
-    with pytest.raises(ValueError, match="style is 'neox'"):
-        apply_rope(x, *tables(2, 8), "neox")
-    with pytest.raises(ValueError, match="rotate 16 channels, but x has 8"):
-        apply_rope(x, *tables(2, 16))
+    refused(lambda: apply_rope(x, *tables(2, 8), "neox"), "style is 'neox'")
+    refused(lambda: apply_rope(x, *tables(2, 16)), "rotate 16 channels, but x has 8")

@@ -1,7 +1,5 @@
 """Router: against its definition in Python floats, transformers' routers, and known values of the losses."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

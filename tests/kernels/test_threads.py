@@ -1,7 +1,5 @@
 """Short calls run on one thread; a decoding step's own operations too, and its long products as before."""
 
-from __future__ import annotations
-
 import torch
 
 from te_models.kernels.threads import LEAST_NS, on_one_thread, threads_for

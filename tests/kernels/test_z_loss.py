@@ -1,7 +1,5 @@
 """The z-loss of the logits: the values and gradients of its definition in float64, whole or by chunks."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -51,7 +49,6 @@ def test_values_and_gradients(chunk_tokens: int | None, compiled: bool) -> None:
 
 
 def test_of_a_model() -> None:
-    torch.manual_seed(0)
     model, ids = GPTModel(tiny()).train(), token_ids(2, 12)
     plain = model(ids, labels=ids)
     model.output_layer.logits_z_loss_coeff = 0.5

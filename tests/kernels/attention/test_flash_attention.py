@@ -1,9 +1,8 @@
 """Our flash attention on a CPU: within derived bounds of attention in float64, forward and backward, and served where
 it can be and nowhere else."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ from torch._dynamo.testing import EagerAndRecordGraphs
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
-from te_models.kernels.cpp_library import CompilationError
 from te_models.kernels.flash_attention import flash_attention, library, op, uses_flash_attention
 from te_models.kernels.gemm.cpu import using_cpu_gemm
 from te_models.kernels.packed_attention import packed_attention, sees_own_document
@@ -21,6 +19,7 @@ from te_models.kernels.quantize.cpu import rounding as shared
 from te_models.layers import DotProductAttention
 from te_models.layers.attention import core, dot_product_attention
 from tests.kernels.gemm.test_few_rows import BF16, F32, INSTRUCTIONS
+from tests.patches import without_compiler
 
 pytestmark = pytest.mark.skipif(not torch.cpu._is_avx2_supported(), reason="the kernel is for x86 CPUs with AVX2")
 
@@ -231,7 +230,6 @@ def flat(length: int, dtype: torch.dtype = F32) -> list[Tensor]:
 @pytest.mark.sentinels("True")
 @pytest.mark.parametrize("dynamic", (False, True))
 def test_a_graph_has_the_bits_of_eager_code(dynamic: bool) -> None:
-    torch._dynamo.reset()
     compiled = torch.compile(attend, fullgraph=True, dynamic=dynamic)
     for length in (70, 91, 64) if dynamic else (70,):
         inputs = flat(length, BF16)
@@ -351,6 +349,20 @@ def test_documents_attend_by_it(queries: int, causal: bool, monkeypatch: pytest.
     torch.testing.assert_close(results[0][0], expected, rtol=1e-5, atol=1e-5)
 
 
+def assert_near(q: Tensor, k: Tensor, v: Tensor, define: Callable[..., Tensor], near: float, **options: Any) -> None:
+    """Assert that causal attention and its gradients are those of what `define` returns for float64 q, k and v."""
+    grad = torch.randn(q.shape[0], q.shape[1], q.shape[2], v.shape[-1]).to(q.dtype)
+    out, logsumexp = torch.empty_like(grad), torch.empty(q.shape[0], q.shape[1], q.shape[2])
+    into = [torch.empty_like(x) for x in (q, k, v)]
+    library.attention_forward(q, k, v, out, logsumexp, causal=True, **options)
+    library.attention_backward(grad, q, k, v, out, logsumexp, into=into, causal=True, **options)
+    inputs = [x.double().transpose(1, 2).requires_grad_() for x in (q, k, v)]
+    expected = define(*inputs)
+    wanted = torch.autograd.grad(expected, inputs, grad.double().transpose(1, 2))
+    for found, exact in zip((out, *into), (expected, *wanted), strict=True):
+        assert (found.transpose(1, 2) - exact).abs().max() <= near * exact.abs().max().clamp(min=1)
+
+
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     ("queries", "keys", "window"), [(200, 200, 50), (200, 200, 1), (100, 400, 77), (300, 300, 512)]
@@ -359,21 +371,14 @@ def test_documents_attend_by_it(queries: int, causal: bool, monkeypatch: pytest.
 def test_a_window_hides_keys_before_it(
     instructions: str, queries: int, keys: int, window: int, dtype: torch.dtype
 ) -> None:
-    q, k, v = case((2, 6, 2, queries, keys, 32, 48), dtype)
-    grad = torch.randn(2, queries, 6, 48).to(dtype)
-    out, logsumexp = torch.empty_like(grad), torch.empty(2, queries, 6)
-    into = [torch.empty_like(x) for x in (q, k, v)]
-    options = {"scale": 0.2, "causal": True, "window": window}
-    library.attention_forward(q, k, v, out, logsumexp, **options)
-    library.attention_backward(grad, q, k, v, out, logsumexp, into=into, **options)
     distance = (keys - queries + torch.arange(queries))[:, None] - torch.arange(keys)
     visible = (distance >= 0) & (distance < window)
-    inputs = [x.double().transpose(1, 2).requires_grad_() for x in (q, k, v)]
-    expected = F.scaled_dot_product_attention(*inputs, visible, scale=0.2, enable_gqa=True)
-    wanted = torch.autograd.grad(expected, inputs, grad.double().transpose(1, 2))
+
+    def define(*inputs: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(*inputs, visible, scale=0.2, enable_gqa=True)
+
     near = 2.0**-6 if dtype is BF16 else 1e-5
-    for found, exact in zip((out, *into), (expected, *wanted), strict=True):
-        assert (found.transpose(1, 2) - exact).abs().max() <= near * exact.abs().max().clamp(min=1)
+    assert_near(*case((2, 6, 2, queries, keys, 32, 48), dtype), define, near, scale=0.2, window=window)
 
 
 @pytest.mark.matrix
@@ -381,23 +386,17 @@ def test_a_window_hides_keys_before_it(
 @pytest.mark.parametrize("dtype", (BF16, F32))
 def test_scores_are_capped(instructions: str, dtype: torch.dtype, softcap: float) -> None:
     """Of all magnitudes, in a window, and as the explicit computation caps them."""
-    q, k, v = case((2, 6, 2, 200, 230, 32, 48), dtype)
-    grad = torch.randn(2, 200, 6, 48).to(dtype)
+    distance = (30 + torch.arange(200))[:, None] - torch.arange(230)
+
+    def define(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scores = softcap * torch.tanh(scale * q @ k.repeat_interleave(3, 1).mT / softcap)
+        hidden = scores.masked_fill((distance < 0) | (distance >= 150), -torch.inf)
+        return hidden.softmax(-1) @ v.repeat_interleave(3, 1)
+
+    near = 2.0**-6 if dtype is BF16 else 5e-5
     for scale in (0.2, 40.0):
-        out, logsumexp = torch.empty_like(grad), torch.empty(2, 200, 6)
-        into = [torch.empty_like(x) for x in (q, k, v)]
-        options = {"scale": scale, "causal": True, "window": 150, "softcap": softcap}
-        library.attention_forward(q, k, v, out, logsumexp, **options)
-        library.attention_backward(grad, q, k, v, out, logsumexp, into=into, **options)
-        distance = (30 + torch.arange(200))[:, None] - torch.arange(230)
-        inputs = [x.double().transpose(1, 2).requires_grad_() for x in (q, k, v)]
-        keys, values = (x.repeat_interleave(3, 1) for x in inputs[1:])
-        scores = softcap * torch.tanh(scale * inputs[0] @ keys.mT / softcap)
-        expected = scores.masked_fill((distance < 0) | (distance >= 150), -torch.inf).softmax(-1) @ values
-        wanted = torch.autograd.grad(expected, inputs, grad.double().transpose(1, 2))
-        near = 2.0**-6 if dtype is BF16 else 5e-5
-        for found, exact in zip((out, *into), (expected, *wanted), strict=True):
-            assert (found.transpose(1, 2) - exact).abs().max() <= near * exact.abs().max().clamp(min=1)
+        q, k, v = case((2, 6, 2, 200, 230, 32, 48), dtype)
+        assert_near(q, k, v, define, near, scale=scale, window=150, softcap=softcap)
 
 
 def test_a_cache_is_continued_without_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -415,10 +414,7 @@ def test_a_cache_is_continued_without_a_mask(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_without_a_compiler_torchs_kernel_runs(monkeypatch: pytest.MonkeyPatch, asked_anew: None) -> None:
-    def load(*arguments: object) -> None:
-        raise CompilationError("there is no C++ compiler")
-
-    monkeypatch.setattr(library, "_function", load)
+    monkeypatch.setattr(library, "_function", without_compiler)
     q, k, v = case((1, 4, 2, 96, 96, 32, 32))
     y = DotProductAttention(4, 32, 2, qkv_format="bshd")(q, k, v)
     options = {"is_causal": True, "enable_gqa": True}

@@ -1,8 +1,6 @@
 """Attention within documents equals attention under their mask, forms no [S, S] tensor, and one graph serves every
 boundary."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -10,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from te_models import GPTModel
 from te_models.kernels.gemm.cpu import CpuGemm, using_cpu_gemm
@@ -18,6 +15,7 @@ from te_models.kernels.packed_attention import documents_of_lengths, packed_atte
 from te_models.kernels.packed_attention import softcap as capped
 from te_models.layers import DotProductAttention
 from te_models.layers.attention import dot_product_attention
+from tests.compare import Largest
 from tests.training.runs import tiny_model
 
 DOCUMENTS = torch.tensor([[0] * 10 + [1] * 22 + [3] + [-1] * 7, [5] * 40])
@@ -88,7 +86,6 @@ def test_float64_is_computed_in_float64(softcap: float | None, sink: bool) -> No
 @pytest.mark.parametrize("what", ["sinks", "document_ids", "sinks and document_ids", "softcap"])
 def test_a_model_of_float64_is_trained(what: str) -> None:
     """Its gradients are those of the same model in float32, in which norms and the loss are computed."""
-    torch.manual_seed(0)
     config = tiny_model(hidden=16, layers=1)
     features: dict[str, Any] = {"sinks": True} if "sinks" in what else {}
     features |= {"softcap": 2.0} if what == "softcap" else {}
@@ -136,19 +133,6 @@ def test_in_bfloat16_it_is_as_near_as_the_mask(cpu_gemm: CpuGemm, softcap: float
         torch.testing.assert_close(found.float(), wanted, rtol=2**-4, atol=2**-4)
 
 
-class Largest(TorchDispatchMode):
-    """Notes the most elements that a result of an operation has."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        for x in result if isinstance(result, tuple) else (result,):
-            if isinstance(x, Tensor):
-                self.elements = max(self.elements, x.numel())
-        return result
-
-
 @pytest.mark.parametrize("softcap", [None, 1.5], ids=["", "softcap"])
 def test_no_tensor_is_quadratic_in_the_sequence(softcap: float | None) -> None:
     attention = DotProductAttention(1, 4, qkv_format="thd", attn_mask_type="padding_causal", softcap=softcap)
@@ -188,7 +172,6 @@ def test_soft_capped_scores_of_a_long_text_are_never_there(monkeypatch: pytest.M
 @pytest.mark.parametrize("kind", ["padding_causal", "padding"])
 def test_packed_sequences_are_those_of_the_mask(kind: str) -> None:
     """With an empty sequence, tokens behind the last one, a scale that was assigned, and heads that share keys."""
-    torch.manual_seed(0)
     attention = DotProductAttention(4, 8, 2, qkv_format="thd", attn_mask_type=kind)
     attention.softmax_scale = 0.2
     q, k = torch.randn(20, 4, 8), torch.randn(20, 2, 8)
@@ -201,7 +184,6 @@ def test_packed_sequences_are_those_of_the_mask(kind: str) -> None:
 
 @pytest.mark.slow
 def test_one_graph_serves_every_boundary() -> None:
-    torch.manual_seed(0)
     model = GPTModel(tiny_model(layers=1), dtype=torch.float32)
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(model, backend=counter, fullgraph=True, dynamic=False)
@@ -217,7 +199,6 @@ def test_one_graph_serves_every_boundary() -> None:
 
 def test_what_it_cannot_serve_gets_the_mask() -> None:
     """A window, in one layer of a model: the same values as of a mask that the caller makes."""
-    torch.manual_seed(0)
     config = tiny_model()
     config = config.replace(attention=config.attention.replace(window_size=3))
     model = GPTModel(config, dtype=torch.float32)

@@ -1,16 +1,14 @@
 """Sparse attention, its choice of keys and the indexer's loss equal their definition: in blocks, graphs, documents."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from te_models.kernels.packed_attention import sees_own_document
 from te_models.kernels.sparse_attention import blocks, indexer_loss, reference, select_keys, sparse_attention
+from tests.compare import Largest
 
 DOCUMENTS = torch.tensor([[0] * 9 + [1] * 20 + [2] + [-1] * 10, [5] * 40])
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}
@@ -135,24 +133,11 @@ def test_graphs_compute_the_same_forward_and_backward(function: str) -> None:
     assert all(map(torch.equal, compiled, eager))
 
 
-class _Largest(TorchDispatchMode):
-    """The most elements that an operation returns."""
-
-    most = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        found = func(*args, **kwargs or {})
-        for t in found if isinstance(found, (tuple, list)) else (found,):
-            if isinstance(t, Tensor):
-                self.most = max(self.most, t.untyped_storage().nbytes() // t.element_size())
-        return found
-
-
 def test_nothing_has_the_size_of_all_scores() -> None:
     """Of 400 queries and keys: 160,000 scores of one head."""
     q, k, weights = (torch.randn(1, 400, *n, requires_grad=True) for n in ((2, 4), (4,), (2,)))
-    with _Largest() as largest:
+    with Largest() as largest:
         choice = select_keys(q, k, weights, 5, None)
         loss = indexer_loss(q, k, weights, q.detach(), k[:, :, None].detach(), choice, None, scale=0.5)
         (sparse_attention(q, k[:, :, None], k[:, :, None], choice, scale=0.5).sum() + loss).backward()
-    assert largest.most <= 400 * 16 * 4
+    assert largest.elements <= 400 * 16 * 4

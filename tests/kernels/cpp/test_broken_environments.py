@@ -3,8 +3,6 @@ counted and said once. Each environment is a process of its own.
 
 The compilers are scripts, and the one that works copies a library that is there."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """Nothing is loaded from where others may write, nor what is not what was written; what is written is on the disk."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import stat

@@ -1,7 +1,5 @@
 """C++ functions are compiled once for a machine, whole or not at all; what is in the way is one sentence."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import signal
@@ -182,7 +180,6 @@ def test_a_killed_process_does_not_hold_others_up(own_cache: Path, tmp_path: Pat
     environment = os.environ | {"CXX": compiler(tmp_path, script)}
     options = {"stdout": subprocess.PIPE, "text": True, "env": environment, "cwd": tmp_path}
     first = subprocess.Popen([sys.executable, "-c", KILLED], **options)
-    assert first.stdout is not None
     fork = int(first.stdout.readline())
     first.kill()
     first.wait()

@@ -1,7 +1,5 @@
 """Compilers have nothing to warn of in any library, and each file of C++ belongs to one that is compiled here."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Calls that fit, and calls that do not, give what the definition gives."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections import Counter

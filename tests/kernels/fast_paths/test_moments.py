@@ -1,7 +1,5 @@
 """What the library of moments takes: its own memory for what it writes, and the dtypes and sizes that it reads."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor
@@ -49,7 +47,6 @@ def test_what_does_not_fit_is_left_to_the_definition() -> None:
     assert cpu_moments.encode_moments(first, second[:-1], key, WORD, WORD) is None
     assert cpu_moments.encode_moments(first, second.double(), key, WORD, WORD) is None
     moments = cpu_moments.encode_moments(first, second, key, WORD, WORD)
-    assert moments is not None
     wrong = moments[0], moments[1].double(), moments[2], moments[3]
     assert cpu_moments.encode_moments(first, second, key, WORD, WORD, out=wrong) is None
     assert cpu_moments.decode_moments(*wrong, shape=(N,)) is None

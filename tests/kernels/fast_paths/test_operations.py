@@ -1,7 +1,5 @@
 """Kernels of an accelerator refuse, as their fakes do, what they would read beyond memory or as another dtype."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

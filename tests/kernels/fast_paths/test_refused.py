@@ -1,7 +1,5 @@
 """Calls that a fast path once took and read beyond memory, or whose values are not in it: now as the definition."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest
@@ -90,7 +88,7 @@ def test_attention_of_one_token_broadcasts_and_refuses_as_torch(
 ) -> None:
     def ours() -> Tensor:
         flags = {"causal": False, "scale": 0.125, "softcap": None, "dropout": 0.0}
-        return attend(drawn(*q), drawn(*k), drawn(*v), None, None, None, **flags)  # type: ignore[arg-type]
+        return attend(drawn(*q), drawn(*k), drawn(*v), None, None, None, **flags)
 
     def theirs() -> Tensor:
         shared = q[1] != k[1]

@@ -1,7 +1,5 @@
 """The C++ of all libraries under the sanitizers of addresses and of undefined behaviour."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Quantized operands for the tests of scaled GEMMs, and the bound of their error."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
@@ -40,7 +38,7 @@ def quantized(x: Tensor, kind: str, block: tuple[int, int] | None, fp8: torch.dt
         return ScaledOperand(packed, scales, "nvfp4", (1, 16), amax)
     assert block is not None
     data, scale_inv = q.quantize_blockwise(x, block, fp8, kind)
-    return ScaledOperand(data, scale_inv, kind, block)  # type: ignore[arg-type]
+    return ScaledOperand(data, scale_inv, kind, block)
 
 
 def exact(operand: ScaledOperand) -> Tensor:

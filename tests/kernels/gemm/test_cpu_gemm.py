@@ -2,8 +2,6 @@
 
 What is saved for the backward pass stays 16-bit, in eager mode and in graphs."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -127,8 +125,7 @@ def test_pieces_of_a_large_weight_give_the_whole(monkeypatch: pytest.MonkeyPatch
         whole = linear_and_gradients(torch.bfloat16)
         monkeypatch.setattr("te_models.kernels.gemm.float32._PIECE", 300 * 16)
         monkeypatch.setattr("te_models.kernels.gemm.float32._CACHED", 300 * 16)
-        for a, b in zip(linear_and_gradients(torch.bfloat16), whole, strict=True):
-            torch.testing.assert_close(a, b, rtol=2**-7, atol=2**-5)
+        torch.testing.assert_close(linear_and_gradients(torch.bfloat16), whole, rtol=2**-7, atol=2**-5)
 
 
 def test_no_piece_in_float32_is_larger_than_four_mebibytes() -> None:
@@ -178,14 +175,12 @@ def test_a_graph_follows_a_change_of_the_setting() -> None:
     compiled = torch.compile(lambda x, w: linear(x, w), backend="aot_eager", fullgraph=True)
     x, weight = made(33, 300), made(70, 300, seed=3)
     for backend in ("float32", "bf16", "float32"):
-        with using_cpu_gemm(backend):  # type: ignore[arg-type]
+        with using_cpu_gemm(backend):
             assert torch.equal(compiled(x, weight), linear(x, weight))
 
 
 @pytest.mark.parametrize("choice", ["float32", "bf16"])
-def test_a_graph_that_is_the_first_to_multiply_makes_the_choice(
-    choice: str, fresh_compiler: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_graph_that_is_the_first_to_multiply_makes_the_choice(choice: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A process whose first GEMM is traced multiplies as one that began eagerly."""
     graphs = EagerAndRecordGraphs()
     monkeypatch.setattr(cpu, "automatic_choice", lambda: (choice, "the test says so"))
@@ -200,7 +195,7 @@ def test_a_graph_that_is_the_first_to_multiply_makes_the_choice(
 
 def test_unknown_settings_are_refused() -> None:
     with pytest.raises(ValueError, match="the CPU GEMM is 'fp32'; allowed: auto, bf16, float32"):
-        set_cpu_gemm("fp32")  # type: ignore[arg-type]
+        set_cpu_gemm("fp32")
 
 
 def test_instruction_sets_decide_where_they_can(monkeypatch: pytest.MonkeyPatch) -> None:

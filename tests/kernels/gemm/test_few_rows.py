@@ -1,14 +1,11 @@
 """A few rows by a stored weight: the sum of exactly what the weight dequantizes to, in every format and shape."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.testing import EagerAndRecordGraphs
 from torch.autograd import forward_ad
 
-from te_models.kernels.cpp_library import CompilationError
 from te_models.kernels.gemm import ScaledOperand, explain_gemm, few_rows, gemm_counts, reset_gemm_counts
 from te_models.kernels.gemm.few_rows import library
 from te_models.kernels.gemm.few_rows.op import FEW, dequantized_weight
@@ -19,6 +16,7 @@ from te_models.layers.quantizer import Quantizer
 from te_models.layers.quantizer.blockwise import Float8BlockQuantizer, MXFP8Quantizer
 from te_models.layers.quantizer.fp8 import Float8CurrentScalingQuantizer
 from te_models.layers.quantizer.nvfp4 import NVFP4Quantizer
+from tests.patches import without_compiler
 
 pytestmark = pytest.mark.skipif(not torch.cpu._is_avx2_supported(), reason="the kernel is for x86 CPUs with AVX2")
 BF16, F32, E4M3, E5M2 = torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2
@@ -243,7 +241,6 @@ def test_a_trace_has_what_is_computed() -> None:
 
 def test_a_compiled_layer_is_one_graph_for_any_rows() -> None:
     layer, x = layer_and_rows()
-    torch._dynamo.reset()
     backend = EagerAndRecordGraphs()
     with torch.no_grad():
         compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend=backend)
@@ -256,16 +253,12 @@ def test_a_compiled_layer_is_one_graph_for_any_rows() -> None:
 
 def test_inductor_runs_it() -> None:
     layer, x = layer_and_rows()
-    torch._dynamo.reset()
     with torch.no_grad():
         assert torch.equal(torch.compile(layer, fullgraph=True)(x), layer(x))
 
 
 def test_without_a_compiler_the_weight_is_dequantized(monkeypatch: pytest.MonkeyPatch, asked_anew: None) -> None:
-    def load(*arguments: object) -> None:
-        raise CompilationError("there is no C++ compiler")
-
-    monkeypatch.setattr(library, "_function", load)
+    monkeypatch.setattr(library, "_function", without_compiler)
     reset_gemm_counts()
     layer, x = layer_and_rows()
     with torch.no_grad():

@@ -1,7 +1,5 @@
 """A few rows by a plain weight: float32 sums, rounded once and the same for any number of rows."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor
@@ -10,7 +8,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 
 from te_models import GPTModel, MLPConfig, generate
-from te_models.kernels.cpp_library import CompilationError
 from te_models.kernels.gemm import dense, gemv
 from te_models.kernels.gemm.gemv import FEW, LEAST, MOST_IN_GROUPS
 from te_models.kernels.grouped_gemm import grouped_gemm
@@ -19,6 +16,7 @@ from te_models.kernels.quantize.cpu import rounding as shared
 from te_models.layers import GroupedLinear, Linear
 from tests.build import tiny
 from tests.kernels.gemm.test_few_rows import BF16, F32, INSTRUCTIONS, assert_within_bound, rows
+from tests.patches import without_compiler
 
 pytestmark = pytest.mark.skipif(not torch.cpu._is_avx2_supported(), reason="the kernel is for x86 CPUs with AVX2")
 SHAPES = ((256, 512), (515, 336), (301, 1123), (70000, 3))  # of weights; columns that end within four vectors, and one
@@ -183,10 +181,7 @@ def test_a_graph_of_few_rows_has_it_and_one_of_many_has_none() -> None:
 
 
 def test_without_a_compiler_a_gemm_runs(monkeypatch: pytest.MonkeyPatch, asked_anew: None) -> None:
-    def load(*arguments: object) -> None:
-        raise CompilationError("there is no C++ compiler")
-
-    monkeypatch.setattr(gemv, "_function", load)
+    monkeypatch.setattr(gemv, "_function", without_compiler)
     weight, x = weight_of((256, 512), F32), rows(1, 512, F32)
     with torch.no_grad():
         y = dense.linear(x, weight)
@@ -196,7 +191,6 @@ def test_without_a_compiler_a_gemm_runs(monkeypatch: pytest.MonkeyPatch, asked_a
 
 def test_tokens_of_a_batch_are_those_of_each_prompt_alone() -> None:
     """Greedy text of a model whose weights are large enough."""
-    torch.manual_seed(0)
     model = GPTModel(tiny(hidden_size=256, vocab_size=512, mlp=MLPConfig(ffn_hidden_size=512))).eval()
     prompts = torch.randint(0, 512, (4, 6), generator=torch.Generator().manual_seed(1))
     together = generate(model, prompts, 12)

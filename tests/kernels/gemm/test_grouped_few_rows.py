@@ -1,7 +1,5 @@
 """Each group's few rows by its matrix of a stored weight: what one matrix alone gives, whichever groups have rows."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest
@@ -126,7 +124,6 @@ def test_a_layer_takes_it_where_no_gradient_is_wanted(bias: bool) -> None:
 
 def test_a_compiled_layer_is_one_graph_for_any_rows_and_splits() -> None:
     layer, x, splits = layer_and_rows()
-    torch._dynamo.reset()
     backend = EagerAndRecordGraphs()
     with torch.no_grad():
         compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend=backend)

@@ -1,7 +1,5 @@
 """Scaled GEMM: the emulation against float64, which backend is chosen and why, counters, layouts for the library."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -131,7 +129,7 @@ def test_explanation_counts_one_warning_and_strictness() -> None:
         "device, this is cpu"
     )
     for backend, more in (("bf16", ""), ("float32", "; this CPU multiplies the dequantized values in float32")):
-        with using_cpu_gemm(backend):  # type: ignore[arg-type]
+        with using_cpu_gemm(backend):
             assert explain_gemm(left, right, torch.bfloat16) == expected + more
     backends.reset_gemm_counts()
     scaled_gemm(left, right, torch.bfloat16)
@@ -202,7 +200,6 @@ def test_compiled_whole_with_the_quantization(sides: str) -> None:
     def run(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return scaled_gemm(quantized(x, *SIDES[sides][0]), quantized(weight, *SIDES[sides][1]), torch.bfloat16)
 
-    torch._dynamo.reset()
     compiled = torch.compile(run, fullgraph=True, dynamic=True, backend="aot_eager")
     weight = normal(24, 256, seed=7)
     for rows in (3, 8):

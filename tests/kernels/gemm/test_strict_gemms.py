@@ -1,7 +1,5 @@
 """Strictness is that of the thread that asks for it, and of the backward passes that autograd runs for it."""
 
-from __future__ import annotations
-
 import threading
 import warnings
 from collections.abc import Callable
@@ -15,8 +13,7 @@ FALLBACK = BackendChoice("a product in a test", backends.EMULATION, (("native", 
 
 
 def refused() -> bool:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         try:
             record_choice(FALLBACK, strict=False)
         except ValueError:

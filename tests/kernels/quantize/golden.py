@@ -6,8 +6,6 @@ A case is a quantizer with its usages and an input; its tensors are the stored f
 values that both stand for. The definitions of any processor and the kernels of any GPU make the same bits.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json

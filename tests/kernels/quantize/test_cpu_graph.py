@@ -1,7 +1,5 @@
 """Quantization as an operation of a CPU graph: the definitions' bits, and where it is called."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +10,6 @@ from torch import Tensor
 
 from te_models.kernels import quantize as q
 from te_models.kernels.backend import BackendError, using_backend
-from te_models.kernels.cpp_library import CompilationError
 from te_models.kernels.custom_op import like, operation
 from te_models.kernels.quantize import hadamard
 from te_models.kernels.quantize.cpu import rounding as library
@@ -21,6 +18,7 @@ from te_models.kernels.quantize.nvfp4 import cpu as nvfp4_eager
 from te_models.kernels.quantize.nvfp4 import reference as nvfp4
 from tests.kernels.described import Calls
 from tests.kernels.triton.quantize.quantize_cases import E4M3, E5M2, hard, ordinary, signed_zeros
+from tests.patches import without_compiler
 
 F32, BF16 = torch.float32, torch.bfloat16
 VMAP_HAS_BITS = torch.__version__ >= "2.13"
@@ -187,7 +185,7 @@ def _tensors(found: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_a_graph_has_operations_with_the_bits_of_eager_code(name: str, fresh_compiler: None) -> None:
+def test_a_graph_has_operations_with_the_bits_of_eager_code(name: str) -> None:
     function, operations = FUNCTIONS[name]
     called: list[str] = []
 
@@ -206,7 +204,7 @@ def test_a_graph_has_operations_with_the_bits_of_eager_code(name: str, fresh_com
     assert called == operations, "one graph for both sizes"
 
 
-def test_where_a_gradient_is_wanted_the_arithmetic_is_traced(fresh_compiler: None) -> None:
+def test_where_a_gradient_is_wanted_the_arithmetic_is_traced() -> None:
     def function(x: Tensor) -> Tensor:
         return q.round_blockwise(x, (1, 32), E4M3, "pow2", F32).square().sum()
 
@@ -246,10 +244,7 @@ def test_without_a_compiler_the_definitions_run(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_missing_compiler_is_noticed_and_counted(monkeypatch: pytest.MonkeyPatch, asked_anew: None) -> None:
-    def load(*arguments: object) -> None:
-        raise CompilationError("there is no C++ compiler")
-
-    monkeypatch.setattr(library, "_function", load)
+    monkeypatch.setattr(library, "_function", without_compiler)
     x = ordinary((4, 64), BF16)
     assert_same(torch.ops.te_models.round_per_tensor(x, SCALE, E4M3, F32), rounding.round_per_tensor(x, SCALE, E4M3))
     assert library.fallbacks == {"there is no C++ compiler": 1}

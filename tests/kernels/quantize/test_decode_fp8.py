@@ -1,7 +1,5 @@
 """FP8 to float32 by integer operations gives what torch's cast gives, for every byte."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

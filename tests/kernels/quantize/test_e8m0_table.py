@@ -1,7 +1,5 @@
 """E8M0 scales that are looked up are those of the formulas, for every amax that a 16-bit number can be."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

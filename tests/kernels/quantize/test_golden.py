@@ -1,7 +1,5 @@
 """The bits of every format are the recorded ones: neither a change of ours nor another torch moves them unnoticed."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

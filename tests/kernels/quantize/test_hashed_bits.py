@@ -1,7 +1,5 @@
 """The hash behind stochastically rounded moments: an emulation in integers, uniform, unlike from step to step."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

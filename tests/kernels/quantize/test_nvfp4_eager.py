@@ -1,7 +1,5 @@
 """NVFP4 in eager mode on CPU, by integer arithmetic a few rows at a time, has the bits of its definition."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from typing import Any

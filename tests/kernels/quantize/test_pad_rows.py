@@ -1,8 +1,6 @@
 """Each group's rows begin at a multiple of `align`, however the rows are copied there: one group after the other, by an
 index of all rows, or without reading the splits."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Quantized data and scales equal, bit for bit, an emulation that shares no code with the kernels."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
@@ -115,18 +113,11 @@ def test_non_contiguous_input() -> None:
         assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(strided, copied, strict=True))
 
 
-def test_scale_is_a_true_division() -> None:
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["eager", "compiled"])
+def test_scale_is_a_true_division(compiled: bool) -> None:
     amax = torch.rand(10000, generator=torch.Generator().manual_seed(0)) * 100
-    expected = np.float32(448) / amax.numpy()
-    np.testing.assert_array_equal(scale_from_amax(amax, torch.float8_e4m3fn).numpy(), expected)
-
-
-@pytest.mark.slow
-def test_a_compiled_scale_is_a_true_division() -> None:
-    amax = torch.rand(10000, generator=torch.Generator().manual_seed(0)) * 100
-    expected = np.float32(448) / amax.numpy()
-    compiled = torch.compile(scale_from_amax, fullgraph=True)(amax, torch.float8_e4m3fn)
-    np.testing.assert_array_equal(compiled.numpy(), expected)
+    scale = torch.compile(scale_from_amax, fullgraph=True) if compiled else scale_from_amax
+    np.testing.assert_array_equal(scale(amax, torch.float8_e4m3fn).numpy(), np.float32(448) / amax.numpy())
 
 
 def test_scale_exceptions() -> None:
@@ -191,6 +182,5 @@ def test_compiled_equals_eager_at_ragged_edges(
             found += [data.view(torch.uint8), stored, dequantize_blockwise(data, stored, block, torch.bfloat16)]
         return found
 
-    torch._dynamo.reset()
     for eager, compiled in zip(both(x), torch.compile(both, fullgraph=True)(x), strict=True):
         assert torch.equal(eager, compiled)

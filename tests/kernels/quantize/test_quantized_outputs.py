@@ -1,7 +1,5 @@
 """Results handed out as FP8, on CPU: the two definitions one after the other, which the compiler sees and fuses."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """FP8 rounding by float32 arithmetic, and casts that saturate: the numbers of a clamped cast, bit for bit."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -71,7 +69,6 @@ def test_rounding_is_to_the_nearest_number_and_the_cast_saturates(compiled: bool
 @pytest.mark.parametrize("fp8_dtype", FORMATS)
 def test_blocks_round_as_they_are_quantized(fp8_dtype: torch.dtype, kind: str) -> None:
     """By blocks of all shapes, ragged, with a NaN and an infinity: eager and compiled."""
-    torch._dynamo.reset()
     x = torch.randn(70, 75, generator=torch.Generator().manual_seed(1)).bfloat16()
     x[:, 40] *= 1e-6
     x[3, 5], x[50, 70], x[0, 0] = float("nan"), float("-inf"), -0.0

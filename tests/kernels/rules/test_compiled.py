@@ -1,7 +1,5 @@
 """The rules in graphs: whole, forward and backward, equal to eager code, one graph for lengths and documents."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -18,9 +16,7 @@ def _gradients(rule: Rule, run, tensors: Tensors, **options: torch.Tensor) -> li
 @pytest.mark.sentinels("linear_attention-eager")
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("name", RULES)
-@pytest.mark.usefixtures("fresh_compiler")
 def test_compiled_is_eager(name: str, backend: str) -> None:
-    torch.manual_seed(0)
     rule = RULES[name]
     compiled = torch.compile(rule.run, fullgraph=True, backend=backend)
     for tokens in (70, 130, 200):
@@ -42,9 +38,7 @@ def test_compiled_is_eager(name: str, backend: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("name", RULES)
-@pytest.mark.usefixtures("fresh_compiler")
 def test_inductor_is_eager(name: str, packed: bool) -> None:
-    torch.manual_seed(0)
     rule, tokens = RULES[name], 130
     tensors = cast(rule.make(1, tokens), rule.rows, torch.float64)
     options = {"initial_state": torch.randn(3 if packed else 1, *rule.state, dtype=torch.float64)}

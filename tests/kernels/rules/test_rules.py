@@ -1,7 +1,5 @@
 """The rules that carry a state: the chunked form is the definition, whatever the length, states and documents."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections.abc import Callable, Sequence
@@ -90,8 +88,8 @@ _DELTA = {
     "state": (4, K, V),
 }
 RULES: dict[str, Rule] = {
-    "gated_delta": Rule(make=lambda b, t: _delta(b, t, by_channel=False), **_DELTA),  # type: ignore[arg-type]
-    "gated_delta_by_channel": Rule(make=lambda b, t: _delta(b, t, by_channel=True), **_DELTA),  # type: ignore[arg-type]
+    "gated_delta": Rule(make=lambda b, t: _delta(b, t, by_channel=False), **_DELTA),
+    "gated_delta_by_channel": Rule(make=lambda b, t: _delta(b, t, by_channel=True), **_DELTA),
     "linear_attention": Rule(
         _linear, _called(linear_attention), _defined(linear.linear_attention, 1.0), ("q", "k", "v", "g"), (4, K, V)
     ),
@@ -161,7 +159,6 @@ def both(rule: Rule, tensors: Tensors, state: Tensor | None) -> tuple[list[Tenso
 )
 @pytest.mark.parametrize("name", RULES)
 def test_chunks_are_the_definition(name: str, tokens: int, dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
     rule = RULES[name]
     tensors = cast(rule.make(2, tokens), rule.rows, dtype)
     close(*both(rule, tensors, None), dtype, tokens)
@@ -187,7 +184,6 @@ def avx2_alone(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.mark.skipif(not torch.cpu._is_avx2_supported(), reason="the kernel is for x86 CPUs with AVX2")
 @pytest.mark.parametrize("name", ["gated_delta", "linear_attention", "state_space"])
 def test_avx2_alone_computes_the_definition(name: str, avx2_alone: list[str]) -> None:
-    torch.manual_seed(0)
     rule = RULES[name]
     for tokens in (65, 193):
         tensors, state = cast(rule.make(2, tokens), rule.rows, torch.float32), torch.randn(2, *rule.state)
@@ -200,7 +196,6 @@ def test_avx2_alone_computes_the_definition(name: str, avx2_alone: list[str]) ->
 @pytest.mark.parametrize("name", RULES)
 def test_packed_documents_are_rows(name: str, with_states: bool) -> None:
     """An empty document, one of a token, those that begin within a chunk and at its border."""
-    torch.manual_seed(0)
     rule, ends = RULES[name], [0, 5, 5, 6, 64, 150, 193]
     tensors = cast(rule.make(1, 193), rule.rows, torch.float64)
     state = torch.randn(6, *rule.state, dtype=torch.float64, requires_grad=True) if with_states else None
@@ -220,7 +215,6 @@ def test_packed_documents_are_rows(name: str, with_states: bool) -> None:
 @pytest.mark.parametrize("name", RULES)
 def test_numbered_documents_are_rows(name: str) -> None:
     """The first document of a row goes on from its initial state, the others begin with zeros."""
-    torch.manual_seed(0)
     rule, tokens = RULES[name], 150
     tensors = cast(rule.make(2, tokens), rule.rows, torch.float64)
     state = torch.randn(2, *rule.state, dtype=torch.float64, requires_grad=True)
@@ -246,7 +240,6 @@ def test_numbered_documents_are_rows(name: str) -> None:
 @pytest.mark.parametrize("name", RULES)
 def test_prefill_and_steps_are_the_whole(name: str) -> None:
     """Relative 1e-5 in float32: a prompt, then a token at a time, then several."""
-    torch.manual_seed(0)
     rule, tokens = RULES[name], 80
     tensors = {n: x.float() for n, x in rule.make(2, tokens).items()}
     whole, last = rule.run(tensors)
@@ -292,7 +285,7 @@ def test_refused() -> None:
     assert "x [1, 6, 4, 4]" in sentence(state_space_scan, v, g, torch.ones(3), q, q)
     assert "A [3, 2]" in sentence(selective_scan, g, g, torch.ones(3, 2), g[..., :2], g[..., :2])
     assert "[3, 2]" in sentence(short_convolution, g, torch.ones(3, 2))
-    assert "'relu'" in sentence(short_convolution, g, torch.ones(4, 2), activation="relu")  # type: ignore[arg-type]
+    assert "'relu'" in sentence(short_convolution, g, torch.ones(4, 2), activation="relu")
     state = torch.zeros(2, 4, 4, 4)
     for function, given in ((gated_delta_rule, (q, q, v, g, g)), (linear_attention, (q, q, v, g))):
         assert "[2, 4, 4, 4]" in sentence(function, *given, initial_state=state)
@@ -302,7 +295,6 @@ def test_refused() -> None:
 
 @pytest.mark.parametrize("with_state", [False, True])
 def test_one_token_is_the_definition(with_state: bool) -> None:
-    torch.manual_seed(0)
     q, k, v = torch.randn(2, 1, 2, 16), torch.randn(2, 1, 2, 16), torch.randn(2, 1, 4, 48)
     g, beta = -torch.rand(2, 1, 4), torch.rand(2, 1, 4)
     state = torch.randn(2, 4, 16, 48) if with_state else None

@@ -1,7 +1,5 @@
 """GEMMs on a CPU tensor as they would run on an H100, the Triton kernels under the interpreter."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from te_models.kernels import launch, libraries

@@ -12,8 +12,6 @@ fixture, or call an op that does so lazily: collection must work where triton ha
 kernels must not rely on: tl.max and tl.min skip NaN; `//` and `/` on tensors follow numpy; float32 sums are in numpy's
 order."""
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Iterator
 from pathlib import Path

@@ -10,8 +10,6 @@ And one for time: each launch replaces the functions of triton.language and puts
 Here the first launch of a test replaces them, until the end of the test.
 """
 
-from __future__ import annotations
-
 import inspect
 from typing import Any
 

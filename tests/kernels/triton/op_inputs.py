@@ -2,8 +2,6 @@
 
 Nothing here needs pytest: a GPU's first run makes them, too."""
 
-from __future__ import annotations
-
 import itertools
 
 import torch
@@ -151,7 +149,7 @@ def quantized_rows(x: Tensor, splits: list[int], kind: str, block: tuple[int, in
     data = torch.cat([p.data.view(torch.uint8) for p in parts], -2 if dim else -1).view(E5M2)
     if kind == "per_tensor":
         return ScaledOperand(data, torch.stack([p.scale_inv for p in parts[:-1]]), "per_tensor")
-    return ScaledOperand(data, torch.cat([p.scale_inv for p in parts], -2 if dim else -1), kind, block)  # type: ignore[arg-type]
+    return ScaledOperand(data, torch.cat([p.scale_inv for p in parts], -2 if dim else -1), kind, block)
 
 
 def scale_for(output: QuantizedOutput, device: torch.device) -> torch.Tensor | None:

@@ -4,8 +4,6 @@ What recipes ask for is derived from them (quantizer_samples); test_registered_o
 the inputs of each operation's own tests. Sizes are distinct, ragged and above 1, so that a result with two sizes
 swapped, or a size taken for a constant, shows."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any

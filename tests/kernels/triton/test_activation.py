@@ -1,7 +1,5 @@
 """Activation kernels against float64 and, where they round alike, against the reference; gradients against float64."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

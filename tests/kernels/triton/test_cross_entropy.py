@@ -1,7 +1,5 @@
 """Cross entropy kernels against float64: losses, gradients in place or not, labels to ignore, masked words, NaN."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Every sample of every operation with a kernel for a GPU returns what its definition says, and what is near enough."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """The Triton scaled GEMM against float64 products of what its operands stand for."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Triton grouped GEMMs against float64 products group by group: every edge of the splits, plain and quantized."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """The fixtures that the kernel tests stand on."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

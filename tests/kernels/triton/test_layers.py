@@ -2,8 +2,6 @@
 
 Both multiply the same quantized numbers, so results differ by the order of sums and by roundings to bfloat16."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

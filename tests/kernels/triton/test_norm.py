@@ -1,7 +1,5 @@
 """Norm kernels against float64, by the bound that the reference keeps too; gradients; sizes with ragged edges."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Permutation kernels: equal to the reference to the last bit, but for the inner products, which are sums."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

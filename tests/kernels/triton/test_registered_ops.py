@@ -1,7 +1,5 @@
 """Every registered operation: what it returns against its description, for real, fake and symbolic tensors."""
 
-from __future__ import annotations
-
 import importlib
 import pkgutil
 from functools import cache

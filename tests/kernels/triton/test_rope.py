@@ -1,7 +1,5 @@
 """Rotation kernel: equal to the reference to the last bit, forward and backward, for every layout."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Router kernels: the reference's choices, ties included; weights and gradients against float64 at those choices."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

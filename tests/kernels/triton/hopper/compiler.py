@@ -3,8 +3,6 @@
 Triton's interpreter does not type-check a kernel, nor say whether it fits. Compiling needs the real decorator, so it
 happens in a child process without TRITON_INTERPRET: `in_child`."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

@@ -1,7 +1,5 @@
 """The GEMM kernels compiled for compute capability 9.0: they fit, use the tensor cores, and keep sums in registers."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from functools import partial

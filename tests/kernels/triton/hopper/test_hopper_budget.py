@@ -2,8 +2,6 @@
 
 `python -m tests.kernels.triton.hopper.test_hopper_budget --write` rewrites the budget."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections.abc import Iterator
@@ -81,7 +79,7 @@ def rows(capability: int, only: str) -> Iterator[tuple[str, Resources]]:
             sizes = ", ".join(f"{key} {value}" for key, value in config.all_kwargs().items())
             found.append((f"{case}: {tuner.fn.__name__}, {sizes}", resources(compiled)))
 
-    JITFunction.run, Autotuner.run = run, tuned  # type: ignore[method-assign]
+    JITFunction.run, Autotuner.run = run, tuned
     for module in (triton_output, triton_blockwise, triton_tensor, nvfp4):
         module.native_fp8 = lambda device: True
     for case, launcher, *arguments in (*launches(), *long_norms(), *quantizers()):

@@ -1,7 +1,5 @@
 """The kernels that are no GEMM compiled for compute capability 9.0: they fit, and sums keep their order."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator
@@ -164,7 +162,7 @@ def main() -> dict[str, dict[str, Any]]:
         compiled = compile_launch(kernel, arguments, named)
         found[f"{case}: {kernel.__name__}"] = summary(compiled) | {"sums": orders_of_sums(compiled)}
 
-    JITFunction.run = run  # type: ignore[method-assign]
+    JITFunction.run = run
     triton_output.native_fp8 = lambda device: True
     for case, launcher, *arguments in launches():  # noqa: B007 - `run` reads the case
         launcher(*arguments)

@@ -1,7 +1,5 @@
 """Every launch of every registered operation is a typed program for a GPU, which the interpreter does not ask."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import sys
@@ -72,8 +70,8 @@ def samples() -> Iterator[tuple[str, tuple[Any, ...]]]:
 
 def main(most: int | None = None) -> dict[str, Any]:
     checked = Checked(most)
-    JITFunction.run = lambda kernel, *args, **named: checked.launch(kernel, *args, **named)  # type: ignore[method-assign]
-    Autotuner.run = lambda tuner, *args, **named: checked.tuned(tuner, *args, **named)  # type: ignore[method-assign]
+    JITFunction.run = lambda kernel, *args, **named: checked.launch(kernel, *args, **named)
+    Autotuner.run = lambda tuner, *args, **named: checked.tuned(tuner, *args, **named)
     for module in (triton_blockwise, triton_nvfp4, triton_output, triton_tensor):
         module.native_fp8 = lambda device: True
     torch.manual_seed(0)

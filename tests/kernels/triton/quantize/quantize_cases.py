@@ -1,7 +1,5 @@
 """Cases and comparison of the quantization kernels: against the reference, which emulation tests hold to NUMERICS."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import torch

@@ -3,8 +3,6 @@
 Nothing here says which operation that is: quantizers and layers are called as on a GPU and the operations are noted.
 """
 
-from __future__ import annotations
-
 import itertools
 import warnings
 from collections.abc import Callable, Iterator

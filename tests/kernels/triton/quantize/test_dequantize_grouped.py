@@ -1,7 +1,5 @@
 """Dequantizing grouped rows: the definition against each group by itself, the kernel against the definition."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

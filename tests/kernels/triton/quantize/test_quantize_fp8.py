@@ -1,7 +1,5 @@
 """FP8 quantization kernels have the bits of the reference: data, scales and amax, every format and both copies."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """NVFP4 kernels have the bits of the reference: codes, scales and amaxes of both copies, grouped or not, and back."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Norms, activations and the permutation that hand out FP8: bit for bit what the two steps give one after the other."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
