@@ -3,8 +3,6 @@
 What a device would compute is not computed, so nobody can read it: a number asked of such a tensor is an error, as
 everything is that makes the host wait for the device."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from typing import Any

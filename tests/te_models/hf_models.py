@@ -1,7 +1,5 @@
 """Tiny random transformers models, one case per flag that changes the mathematics of a family."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

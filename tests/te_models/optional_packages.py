@@ -4,8 +4,6 @@ Arguments: the packages that there are, a folder of ours with a tokenizer, and a
 named is hidden from imports. bitsandbytes, where it is named and not installed, is a package with the classes that peft
 looks for."""
 
-from __future__ import annotations
-
 import importlib.machinery
 import importlib.util
 import sys
@@ -37,7 +35,7 @@ def arrange(present: set[str], empty: Path) -> None:
     def find_spec(name: str, *args: Any) -> Any:
         return None if name.partition(".")[0] in hidden else find(name, *args)
 
-    importlib.machinery.PathFinder.find_spec = find_spec  # type: ignore[method-assign]
+    importlib.machinery.PathFinder.find_spec = find_spec
     assert {name for name in PACKAGES if importlib.util.find_spec(name)} == present
 
 

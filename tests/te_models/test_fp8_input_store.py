@@ -1,7 +1,5 @@
 """activation_func_fp8_input_store: forward as without it, derivatives at inputs rounded to E4M3, less memory."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -23,7 +21,7 @@ def _inputs() -> tuple[Tensor, Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_gradients_are_those_of_the_rounded_input(compiled: bool, fresh_compiler: None) -> None:
+def test_gradients_are_those_of_the_rounded_input(compiled: bool) -> None:
     x, p, dy = _inputs()
     storing, plain = Activation("silu", True, fp8_input_store=True), Activation("silu", True)
 

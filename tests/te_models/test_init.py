@@ -1,7 +1,5 @@
 """`te-models init`: the file fits the machine that it is for, says why, and is refused where nothing fits."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Sequence
@@ -119,7 +117,7 @@ def test_the_recipe_is_what_the_device_multiplies(device: str, capability: tuple
 
 def test_each_task_has_its_keys_and_reasons(model: Path) -> None:
     config, text = decided(model, "pretrain")
-    assert config.model.config is not None and config.model.config.vocab_size == 300
+    assert config.model.config.vocab_size == 300
     assert "[model.config.attention]\nnum_attention_heads = 4\nnum_query_groups = 2\n" in text
     config, text = decided(model, "sft")
     assert (config.model.path, config.data.messages_field, config.data.pack_documents) == (str(model), "messages", True)

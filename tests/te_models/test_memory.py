@@ -1,7 +1,5 @@
 """Freed memory goes back to the system even where it lies between blocks in use."""
 
-from __future__ import annotations
-
 import platform
 import subprocess
 import sys

@@ -1,8 +1,6 @@
 """Adapters that peft wrote over transformers' models: our models with them compute what peft's do, merged, too, and
 write them again."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
@@ -144,7 +142,6 @@ def test_adapters_of_peft_over_our_model(case: str, tmp_path: Path) -> None:
 
 def test_experts_as_modules_of_their_own(tmp_path: Path) -> None:
     """Folders from before transformers joined the experts: peft reads them into its joined parameters, we into ours."""
-    torch.manual_seed(0)
     hidden, width, moe = SIZES["hidden_size"], SIZES["intermediate_size"], "block_sparse_moe.experts"
     sizes = {"w1": (width, hidden), "w3": (width, hidden), "w2": (hidden, width)}
     tensors = {

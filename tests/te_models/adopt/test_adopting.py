@@ -1,7 +1,5 @@
 """Families found again as if nobody knew them, and what adopt refuses."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 from pathlib import Path
@@ -20,7 +18,6 @@ FOUND = ("llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("mis
 
 def loaded(file: Path, constant: str) -> Any:
     spec = importlib.util.spec_from_file_location(file.stem, file)
-    assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return getattr(module, constant)

@@ -1,7 +1,5 @@
 """What docs/adopting.md says of the known types that adopt found again is what the recorded results say."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

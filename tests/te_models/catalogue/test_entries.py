@@ -1,7 +1,5 @@
 """The catalogue: every model's parameters are as many as were published, and its files' names cover it exactly once."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """What the names of the catalogue are good for: configurations, models without data, runs, plans and toys."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -38,7 +36,7 @@ def test_a_model_without_data() -> None:
 
 def test_a_run_takes_a_name() -> None:
     model = read_model_config(TrainConfig.from_dict(RUN | {"model": {"name": "olmoe-1b-7b"}}))
-    assert model.moe is not None and model.moe.aux_loss_coeff == 0.01
+    assert model.moe.aux_loss_coeff == 0.01
     assert model.replace(moe=None) == ModelConfig.from_catalogue("olmoe-1b-7b").replace(moe=None)
     balanced = TrainConfig.from_dict(RUN | {"model": {"name": "deepseek-v3"}})
     assert read_model_config(balanced) == ModelConfig.from_catalogue("deepseek-v3")  # its router's bias balances it

@@ -1,8 +1,6 @@
 """async_tensor_parallel: torch finds the gathers and scatters of our graphs and fuses them with matrix products, which
 changes no number; where it does not, the user hears of it."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import os
@@ -238,29 +236,30 @@ def test_groups_are_enabled_without_a_warning() -> None:
     try:
         group = model[0].tp_group_name
         assert not symmetric_memory.is_symm_mem_enabled_for_group(group)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
+        with warnings.catch_warnings(action="error"):
             share_memory_of_ranks(model)
         assert symmetric_memory.is_symm_mem_enabled_for_group(group)
     finally:
         symmetric_memory._is_test_mode = before
 
 
-@pytest.mark.parametrize("model", [Linear(4, 4), GPTModel(one_layer(tiny()))])
-def test_a_model_on_one_rank_is_refused(model: torch.nn.Module) -> None:
-    with pytest.raises(ValueError, match="allowed for a model without sequence_parallel layers: False"):
-        compile_model(model, dynamic=False, async_tensor_parallel=True)
-
-
-@pytest.mark.parametrize("dynamic", [None, True])
-def test_sizes_that_change_are_refused(dynamic: bool | None) -> None:
-    with pytest.raises(ValueError, match=f"async_tensor_parallel is True and dynamic {dynamic}; allowed: dynamic=F"):
-        compile_model(Linear(4, 4), dynamic=dynamic, async_tensor_parallel=True)
-
-
-def test_another_backend_is_refused() -> None:
-    with pytest.raises(ValueError, match="backend 'eager'; allowed: backend='inductor'"):
-        compile_model(Linear(4, 4), dynamic=False, backend="eager", async_tensor_parallel=True)
+@pytest.mark.parametrize(
+    ("model", "options", "message"),
+    [
+        (Linear(4, 4), {"dynamic": False}, "allowed for a model without sequence_parallel layers: False"),
+        (
+            GPTModel(one_layer(tiny())),
+            {"dynamic": False},
+            "allowed for a model without sequence_parallel layers: False",
+        ),
+        (Linear(4, 4), {"dynamic": None}, "async_tensor_parallel is True and dynamic None; allowed: dynamic=F"),
+        (Linear(4, 4), {"dynamic": True}, "async_tensor_parallel is True and dynamic True; allowed: dynamic=F"),
+        (Linear(4, 4), {"dynamic": False, "backend": "eager"}, "backend 'eager'; allowed: backend='inductor'"),
+    ],
+)
+def test_what_it_does_not_go_with_is_refused(model: torch.nn.Module, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        compile_model(model, async_tensor_parallel=True, **options)
 
 
 @pytest.mark.parametrize("mode", ["whole", "block"])
@@ -304,7 +303,6 @@ def test_what_is_quantized_warns_though_something_overlaps(monkeypatch: pytest.M
     x = graph.placeholder("x")
     gathered = graph.call_function(torch.ops._c10d_functional.all_gather_into_tensor.default, (x, 2, "0"))
     graph.output(graph.call_function(torch.ops.te_models.scaled_gemm.default, (gathered,)))
-    counters.clear()
     with symmetric_memory._test_mode():
         async_tensor_parallel.overlap(graph)
     names = (async_tensor_parallel.OVERLAPPED, async_tensor_parallel.ALONE, async_tensor_parallel.QUANTIZED)

@@ -1,7 +1,5 @@
 """Recipes that go by layers' names, compiled: blocks share graphs, however many layers there are."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 
@@ -43,7 +41,6 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_layers_that_run_alike_share_a_graph(case: str) -> None:
     make, kinds = CASES[case]
-    torch._dynamo.reset()
     torch.manual_seed(0)
     model = GPTModel(tiny(num_layers=LAYERS), params_dtype=torch.bfloat16)
     plain, graphs, ids = copy.deepcopy(model), CompileCounterWithBackend("eager"), token_ids(2, 16)

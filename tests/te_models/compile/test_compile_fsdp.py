@@ -1,7 +1,5 @@
 """Models sharded by FSDP2 and compiled block by block, on two ranks."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """The order in which configurations, recipes and options are written down is no reason to compile again."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -13,8 +11,6 @@ from torch._inductor.utils import fresh_cache
 from te_models import GPTModel, ModelConfig
 from te_models.layers import MXFP8BlockScaling, PerModuleRecipe, Recipe, autocast, recipe
 from tests.build import one_layer, tiny_moe, token_ids
-
-pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 CONFIG = one_layer(tiny_moe(aux_loss_coeff=0.01)).to_dict()
 RECIPES = {

@@ -4,8 +4,6 @@ A claim about the number of graphs is tested on one layer and with the backend t
 claim does not need more; the backward graph needs "aot_eager". All variants, whole and backward, are in the full run.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 
@@ -16,13 +14,13 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 
 from te_models import DecoderLayer, GPTModel, RouterConfig, compile_model
-from te_models.layers import Float8BlockScaling, Float8CurrentScaling, Linear, MXFP8BlockScaling, autocast
+from te_models.layers import Linear
 from tests.build import VARIANTS, one_layer, tiny_moe, token_ids
 from tests.layers.matrix_recipes import compute_the_loss_as_compiled
 
 
 @pytest.fixture(autouse=True)
-def loss_as_compiled(fresh_compiler: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def loss_as_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     compute_the_loss_as_compiled(monkeypatch)
 
 
@@ -41,12 +39,14 @@ def loss_and_gradients(model: GPTModel, function: Callable, ids: Tensor, **optio
 
 def assert_same(got: list[Tensor], expected: list[Tensor]) -> None:
     """Bit for bit: traced programs run the same operations."""
-    for a, b in zip(got, expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=0)
+    torch.testing.assert_close(got, expected, rtol=0, atol=0)
 
 
-def count(backend: str = "aot_eager") -> CompileCounterWithBackend:
-    return CompileCounterWithBackend(backend)
+def compile_counted(
+    model: GPTModel, backend: str = "aot_eager", **options: bool
+) -> tuple[Callable, CompileCounterWithBackend]:
+    counter = CompileCounterWithBackend(backend)
+    return torch.compile(model, fullgraph=True, backend=counter, **options), counter
 
 
 # Every kind of attention, of positions and of experts, in one layer where the variant has no kinds of layers.
@@ -73,8 +73,7 @@ def test_every_variant_is_one_graph(name: str, backend: str, shallow: bool) -> N
     model = build(name, shallow=shallow)
     ids = token_ids(2, 9)
     expected = loss_and_gradients(model, model, ids)
-    counter = count(backend)
-    compiled = torch.compile(model, fullgraph=True, backend=counter)
+    compiled, counter = compile_counted(model, backend)
     assert_same(loss_and_gradients(model, compiled, ids), expected)
     assert counter.frame_count == 1 and not counters["graph_break"]
     with torch.no_grad():
@@ -126,8 +125,7 @@ def test_token_counts_do_not_recompile(name: str, backend: str) -> None:
     """The first shape compiles, the second compiles for all shapes, and that is all: batch, length, beyond the trained
     length, experts without tokens."""
     model = build(name, shallow=True)
-    counter = count(backend)
-    compiled = torch.compile(model, fullgraph=True, backend=counter)
+    compiled, counter = compile_counted(model, backend)
     lengths = [(2, 9), (3, 17), (5, 33), (2, 12), (7, 5), (2, 3), (3, 64), *([(2, 90)] if "rope" in name else [])]
     for batch, length in lengths:
         ids = token_ids(batch, length, seed=length)
@@ -138,8 +136,7 @@ def test_token_counts_do_not_recompile(name: str, backend: str) -> None:
 @pytest.mark.slow
 def test_dynamic_from_the_start_compiles_once() -> None:
     model = build("moe")
-    counter = count("eager")
-    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend=counter)
+    compiled, counter = compile_counted(model, "eager", dynamic=True)
     loss_and_gradients(model, compiled, token_ids(2, 9))
     first = counter.frame_count  # the compiler may call its backend again while it decides which floats are dynamic
     for batch, length in ((3, 17), (4, 4), (2, 33)):
@@ -150,8 +147,7 @@ def test_dynamic_from_the_start_compiles_once() -> None:
 def test_routing_and_loss_weights_do_not_recompile() -> None:
     """All tokens to the same experts, then to others: only data for the graph."""
     model = build("moe", shallow=True)
-    counter = count("eager")
-    compiled = torch.compile(model, fullgraph=True, backend=counter)
+    compiled, counter = compile_counted(model, "eager")
     ids = token_ids(2, 9)
     loss_and_gradients(model, compiled, ids)
     seen = set()
@@ -170,7 +166,6 @@ def test_routing_and_loss_weights_do_not_recompile() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_an_expert_without_tokens_in_a_compiled_step(backend: str) -> None:
-    torch.manual_seed(0)
     model = GPTModel(one_layer(tiny_moe(RouterConfig(score="sigmoid", expert_bias=True))))
     for layer in model.decoder.layers:
         layer.mlp.router.expert_bias.copy_(torch.tensor([0.0, 9.0, 9.0, -9.0]))
@@ -204,8 +199,7 @@ def texts_mask(length: int) -> Tensor:
 )
 def test_masks_do_not_recompile(masks: list[Tensor]) -> None:
     model = build("moe", shallow=True)
-    counter = count("eager")
-    compiled = torch.compile(model, fullgraph=True, backend=counter)
+    compiled, counter = compile_counted(model, "eager")
     ids = token_ids(2, 9)
     for mask in masks:
         expected = loss_and_gradients(model, model, ids, attention_mask=mask)
@@ -222,59 +216,16 @@ def test_activation_checkpointing_is_one_graph(name: str, shallow: bool) -> None
     model = build(name, shallow=shallow, activation_checkpointing=True)
     ids = token_ids(2, 9)
     expected = loss_and_gradients(model, model, ids)
-    counter = count()
-    compiled = torch.compile(model, fullgraph=True, backend=counter)
+    compiled, counter = compile_counted(model)
     assert_same(loss_and_gradients(model, compiled, ids), expected)
     assert counter.frame_count == 1
-
-
-@pytest.mark.slow
-def test_switching_between_training_and_evaluation() -> None:
-    model = build("moe", shallow=True)
-    counter = count("eager")
-    compiled = torch.compile(model, fullgraph=True, backend=counter)
-    ids = token_ids(2, 9)
-    for _ in range(2):
-        model.train()
-        loss_and_gradients(model, compiled, ids)
-        model.eval()
-        with torch.no_grad():
-            compiled(ids, labels=ids, return_logits=False)
-    assert counter.frame_count == 2  # one with, one without gradients
-    assert not counters["graph_break"]
-
-
-@pytest.mark.slow
-# The layers' part, under every recipe, is tests/layers/module/test_compile_layers.py.
-@pytest.mark.parametrize(
-    ("name", "recipe"),
-    [
-        pytest.param(name, recipe, marks=() if (name, recipe) == ("moe", MXFP8BlockScaling) else pytest.mark.slow)
-        for name in ("dense", "moe")
-        for recipe in (Float8CurrentScaling, Float8BlockScaling, MXFP8BlockScaling)
-    ],
-)
-def test_fp8_recipes_are_one_graph(name: str, recipe: type) -> None:
-    """Recipes of equal value, created anew for each step, share the graph."""
-    model = build(name, shallow=True, params_dtype=torch.bfloat16)
-    ids = token_ids(2, 9)
-    counter = count()
-    compiled = torch.compile(model, fullgraph=True, backend=counter)
-    with autocast(recipe=recipe()):
-        expected = loss_and_gradients(model, model, ids)
-    for _ in range(2):
-        with autocast(recipe=recipe()):
-            got = loss_and_gradients(model, compiled, ids)
-        assert_same(got, expected)
-    assert counter.frame_count == 1 and not counters["graph_break"]
 
 
 @pytest.mark.slow
 def test_torch_autocast_is_one_graph() -> None:
     model = build("moe", shallow=True)
     ids = token_ids(2, 9)
-    counter = count("eager")
-    compiled = torch.compile(model, fullgraph=True, backend=counter)
+    compiled, counter = compile_counted(model, "eager")
     with torch.amp.autocast("cpu", dtype=torch.bfloat16):
         expected = model(ids, labels=ids).loss
         got = compiled(ids, labels=ids).loss
@@ -289,7 +240,7 @@ def test_compile_model(mode: str) -> None:
     names = [key for key, _ in model.named_parameters()]
     ids = token_ids(2, 9)
     expected = loss_and_gradients(model, model, ids)
-    counter = count("eager")
+    counter = CompileCounterWithBackend("eager")
     assert compile_model(model, mode, backend=counter) is model
     assert_same(loss_and_gradients(model, model, ids), expected)
     assert counter.frame_count == (1 if mode == "whole" else 2)  # one that both layers share, and the output layer's
@@ -301,7 +252,7 @@ def test_compile_model(mode: str) -> None:
 def test_a_model_that_was_compiled_whole_is_compiled_by_block() -> None:
     model, ids = build("moe"), token_ids(2, 9)
     compile_model(model, backend="eager")(ids)
-    counter = count("eager")
+    counter = CompileCounterWithBackend("eager")
     compile_model(model, "block", backend=counter)(ids)
     assert counter.frame_count == 2
 
@@ -340,7 +291,7 @@ def test_compile_model_compiles_a_layer_whole() -> None:
     layer = DecoderLayer(VARIANTS["dense"])
     x = torch.randn(2, 9, VARIANTS["dense"].hidden_size)
     expected, _ = layer(x)
-    counter = count("eager")
+    counter = CompileCounterWithBackend("eager")
     assert compile_model(layer, backend=counter) is layer and torch.equal(layer(x)[0], expected)
     assert counter.frame_count == 1
 
@@ -360,7 +311,7 @@ def test_layers_of_many_kinds_have_room_for_their_graphs() -> None:
 def test_compile_model_compiles_a_module_of_torch(dynamic: bool | None) -> None:
     model, x = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU()), torch.randn(3, 8)
     expected = model(x)
-    counter = count("eager")
+    counter = CompileCounterWithBackend("eager")
     assert torch.equal(compile_model(model, dynamic=dynamic, backend=counter)(x), expected)
     assert counter.frame_count == 1 and list(model.state_dict()) == ["0.weight", "0.bias"]
 

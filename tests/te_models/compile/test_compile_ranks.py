@@ -1,7 +1,5 @@
 """compile_model on several ranks that see different shapes: the same graphs, no hang, the same parameters."""
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import json

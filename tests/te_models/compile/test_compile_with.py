@@ -1,8 +1,6 @@
 """Compiled models beside what else torch offers: compiled autograd, saved-tensor hooks, offloading, functional calls,
 creation without memory, CUDA-graph mode. Gradients are those of the plain eager step."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable
 
@@ -25,7 +23,7 @@ NOT_PASSED_ON = pytest.mark.xfail(
 
 
 @pytest.fixture(autouse=True)
-def loss_as_compiled(fresh_compiler: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def loss_as_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     compute_the_loss_as_compiled(monkeypatch)
 
 
@@ -51,8 +49,7 @@ def gradients(model: GPTModel, run: Callable, name: str | None) -> list[Tensor]:
 
 def assert_same(got: list[Tensor], expected: list[Tensor]) -> None:
     """Bit for bit: traced programs run the same operations."""
-    for a, b in zip(got, expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=0)
+    torch.testing.assert_close(got, expected, rtol=0, atol=0)
 
 
 def compiled(model: GPTModel, backend: str = "aot_eager") -> Callable:
@@ -86,9 +83,7 @@ def test_saved_tensors_on_the_cpu(name: str | None, how: str) -> None:
     run = compiled(model) if how == "compiled" else model
     with torch.autograd.graph.save_on_cpu(), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         got = gradients(model, run, name)
-    for a, b in zip(got, expected, strict=True):
-        # save_on_cpu gives tensors back in another layout, over which float32 sums run in another order
-        torch.testing.assert_close(a, b, rtol=0 if name else 1e-5, atol=0 if name else 1e-6)
+    torch.testing.assert_close(got, expected, rtol=0 if name else 1e-5, atol=0 if name else 1e-6)
     assert len(packed) > 5
 
 

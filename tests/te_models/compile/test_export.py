@@ -1,7 +1,5 @@
 """torch.export of whole models: batch and sequence stay dynamic, also in the saved program."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """A machine's compiler is asked once which vector instructions it knows, and later processes need not ask it."""
 
-from __future__ import annotations
-
 import os
 import platform
 import sys

@@ -1,7 +1,5 @@
 """ModelConfig: exact round trips, defaults that depend on other fields, and refusals that name the field."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 
@@ -21,12 +19,12 @@ from te_models import (
     RouterConfig,
     TemperatureConfig,
 )
-from tests.build import VARIANTS, model_configs, tiny, tiny_moe
+from tests.build import VARIANTS, heads, model_configs, tiny, tiny_moe
 from tests.covering import examples
 
 
 def latent(**changes: int) -> AttentionConfig:
-    return AttentionConfig(num_attention_heads=4, mla=MLAConfig(**changes))
+    return heads(None, mla=MLAConfig(**changes))
 
 
 @settings(deadline=None, max_examples=examples(100))
@@ -49,8 +47,8 @@ def test_configs_are_values() -> None:
 def test_dependent_defaults() -> None:
     config = tiny(num_layers=3)
     assert config.attention.kv_channels == 8 and config.layer_types == ("full",) * 3
-    assert AttentionConfig(num_attention_heads=4).num_query_groups == 4
-    windowed = tiny(attention=AttentionConfig(num_attention_heads=4, window_size=5))
+    assert heads(None).num_query_groups == 4
+    windowed = tiny(attention=heads(None, window_size=5))
     assert windowed.layer_types == ("sliding",) * 2 and tiny_moe().moe.layers == (0, 1)
     mixed = tiny_moe(layers=(1,))
     assert [mixed.is_moe_layer(i) for i in range(2)] == [False, True] and not tiny().is_moe_layer(0)
@@ -97,18 +95,18 @@ def test_lists_become_tuples_and_integers_become_floats() -> None:
         (lambda: tiny(mlp={}), "MLPConfig needs the field 'ffn_hidden_size'"),
         (lambda: tiny(mlp=None), "ModelConfig.mlp is None"),
         (lambda: tiny(residual_multiplier=float("nan")), "residual_multiplier is nan; allowed: a finite number"),
-        (lambda: AttentionConfig(num_attention_heads=4, num_query_groups=3), "attention.num_query_groups is 3"),
-        (lambda: AttentionConfig(num_attention_heads=4, softcap=0), "attention.softcap is 0.0"),
-        (lambda: AttentionConfig(num_attention_heads=4, temperature_tuning=(1.0,)), "temperature_tuning"),
+        (lambda: heads(3), "attention.num_query_groups is 3"),
+        (lambda: heads(None, softcap=0), "attention.softcap is 0.0"),
+        (lambda: heads(None, temperature_tuning=(1.0,)), "temperature_tuning"),
         (lambda: TemperatureConfig(floor_scale=0, attn_scale=1), "temperature.floor_scale is 0.0"),
-        (lambda: AttentionConfig(num_attention_heads=4, mla=MLAConfig(), sinks=True), "attention.mla is MLAConfig"),
-        (lambda: AttentionConfig(num_attention_heads=4, qk_layernorm_bias=True), "qk_layernorm_bias is True"),
+        (lambda: heads(None, mla=MLAConfig(), sinks=True), "attention.mla is MLAConfig"),
+        (lambda: heads(None, qk_layernorm_bias=True), "qk_layernorm_bias is True"),
         (
-            lambda: tiny(attention=AttentionConfig(num_attention_heads=4, qk_layernorm="head", qk_layernorm_bias=True)),
+            lambda: tiny(attention=heads(None, qk_layernorm="head", qk_layernorm_bias=True)),
             "qk_layernorm_bias is True; allowed: false with RMSNorm",
         ),
         (lambda: MLAConfig(q_lora_rank=0), "mla.q_lora_rank is 0"),
-        (lambda: AttentionConfig(num_attention_heads=4, attention_dropout=1.0), "attention_dropout is 1.0"),
+        (lambda: heads(None, attention_dropout=1.0), "attention_dropout is 1.0"),
         (lambda: MLAConfig(kv_lora_rank=0), "mla.kv_lora_rank is 0"),
         (lambda: NormConfig(layernorm_epsilon=0), "norm.layernorm_epsilon is 0.0"),
         (lambda: NormConfig(bias=True), "norm.bias is True; allowed: false with RMSNorm"),

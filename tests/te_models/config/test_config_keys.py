@@ -1,7 +1,5 @@
 """The keys of configurations as people read them: a type, a default and a sentence for every field."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 import typing

@@ -1,7 +1,5 @@
 """`ConfigPart.replace`: what a constructor makes of the fields that were given and the changes, or a refusal."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import pickle
@@ -17,7 +15,7 @@ from te_models import AttentionConfig, ConfigError, MLAConfig, ModelConfig, MoEC
 from te_models.checkpoints import FAMILIES
 from te_models.checkpoints.families.base.text_part import text_part
 from te_models.config import ConfigPart
-from tests.build import LATENT, VARIANTS, tiny, tiny_moe
+from tests.build import LATENT, VARIANTS, heads, tiny, tiny_moe
 from tests.checkpoints.hf_cases import SMALL
 from tests.covering import examples
 
@@ -163,7 +161,7 @@ def test_layers_follow_their_number() -> None:
     config = tiny_moe().replace(num_layers=4)
     assert config.layer_types == ("full",) * 4 and config.moe.layers == (0, 1, 2, 3)
     assert ModelConfig.from_json(tiny_moe().to_json()).replace(num_layers=4) == config
-    windowed = tiny(attention=AttentionConfig(num_attention_heads=4, window_size=5))
+    windowed = tiny(attention=heads(None, window_size=5))
     assert windowed.replace(attention=windowed.attention.replace(window_size=None)).layer_types == ("full",) * 2
     assert tiny(hidden_size=32).replace(hidden_size=64).attention.kv_channels == 16
     assert AttentionConfig(num_attention_heads=2).replace(num_attention_heads=4).num_query_groups == 4
@@ -172,7 +170,7 @@ def test_layers_follow_their_number() -> None:
 def test_parts_carry_what_they_derived_into_other_models() -> None:
     assert tiny(num_layers=4, moe=tiny_moe().moe).moe.layers == (0, 1, 2, 3)
     assert tiny(hidden_size=64, attention=tiny(hidden_size=32).attention).attention.kv_channels == 16
-    latent = AttentionConfig(num_attention_heads=4, mla=MLAConfig(**LATENT))
+    latent = heads(None, mla=MLAConfig(**LATENT))
     assert latent.replace(mla=latent.mla.replace(v_head_dim=10)).v_head_dim == 10
     assert (latent.replace(mla=None).kv_channels, latent.replace(mla=None).v_head_dim) == (None, None)
 
@@ -185,7 +183,7 @@ def test_parts_carry_what_they_derived_into_other_models() -> None:
         (lambda: tiny().replace(layers=4), "ModelConfig has no field 'layers'"),
         (lambda: tiny().replace(hidden_size=33), "attention.kv_channels is None; allowed: a number"),
         (
-            lambda: AttentionConfig(num_attention_heads=4, mla=MLAConfig(**LATENT), kv_channels=8),
+            lambda: heads(None, mla=MLAConfig(**LATENT), kv_channels=8),
             "attention.kv_channels is 8; allowed: null or 12, because attention.mla says so",
         ),
     ],

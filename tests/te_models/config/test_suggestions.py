@@ -1,7 +1,5 @@
 """Suggestions for misspelt names: the nearest allowed one, and of dotted names those with the same last part."""
 
-from __future__ import annotations
-
 import pytest
 
 from te_models.suggestions import did_you_mean

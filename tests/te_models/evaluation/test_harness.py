@@ -1,7 +1,5 @@
 """Tasks of lm-evaluation-harness see our model: a task of our own has the numbers that its definition gives."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -43,7 +41,6 @@ def test_a_missing_package_names_its_extra(monkeypatch: pytest.MonkeyPatch, tmp_
 @pytest.mark.skipif(not installed("eval"), reason="needs lm-evaluation-harness (extra eval)")
 @pytest.mark.filterwarnings("default")
 def test_a_task_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    torch.manual_seed(0)
     model = GPTModel(tiny_model().replace(vocab_size=300), params_dtype=torch.float32).eval()
     model.save_pretrained(tmp_path / "model")
     tokenizer = byte_tokenizer(["def f(x):\n    return x + 1\n"])

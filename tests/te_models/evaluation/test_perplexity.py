@@ -1,7 +1,5 @@
 """Each token of a document is predicted once, with the context that the windows give it, whatever the batch."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

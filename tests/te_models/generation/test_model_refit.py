@@ -1,8 +1,6 @@
 """A serving copy in memory takes the weights of a model that trains: with the bits of a fresh conversion, what changed
 alone, in other formats and layouts and as a part of ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Sublayers of one token without their modules: the same bits, and left to the modules where these do more."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -10,14 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from te_models import AttentionConfig, GPTModel, KVCache, MLPConfig, ModelConfig
+from te_models import GPTModel, KVCache, MLPConfig, ModelConfig
 from te_models.kernels.decode_attention import op as decode
 from te_models.kernels.gemm import gemv
 from te_models.kernels.gemm.few_rows import op as few_rows
 from te_models.layers import autocast, quantized_model_init, recipe
 from te_models.lora import add_lora
 from te_models.model import layer, one_token
-from tests.build import VARIANTS, tiny, token_ids
+from tests.build import VARIANTS, heads, tiny, token_ids
 
 pytestmark = pytest.mark.skipif(not torch.cpu._is_avx2_supported(), reason="the products are for x86 CPUs with AVX2")
 
@@ -35,8 +33,7 @@ def small_weights() -> Iterator[None]:
 
 def wide(**attention: Any) -> ModelConfig:
     """With heads that our attention serves."""
-    heads = AttentionConfig(num_attention_heads=4, num_query_groups=2, kv_channels=16, **attention)
-    return tiny(attention=heads)
+    return tiny(attention=heads(kv_channels=16, **attention))
 
 
 CONFIGS = VARIANTS | {"wide": wide(), "wide, normed heads": wide(qk_layernorm="head", add_qkv_bias=True)}

@@ -1,7 +1,5 @@
 """Decoding on CPU: a step's short operations run on one thread, and its numbers are the same on any number of them."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Tokenizers of GGUF files on real text: those that come out of a file give the tokens of those that went in."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """compare_logits: agreement of the same weights, and a changed layer found."""
 
-from __future__ import annotations
-
 import json
 import warnings
 from pathlib import Path
@@ -24,8 +22,7 @@ from tests.te_models.hf_models import hf_model
 
 
 def save(case: str, folder: Path) -> Path:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         (make(case) if case in CASES else hf_model(case)).save_pretrained(folder)
     return folder
 

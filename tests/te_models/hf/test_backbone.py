@@ -4,8 +4,6 @@ loss has further terms, `base_model` refuses to train.
 
 TRL's own SFTTrainer trains with both in tests/structure/test_example_runs.py."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Every family in bfloat16 against transformers: norms bit for bit, and logits as near to the exact ones as theirs."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -61,7 +59,7 @@ def test_logits_are_as_near_to_the_exact_ones(case: str) -> None:
     ours = GPTModel.from_hf(theirs, dtype=torch.bfloat16).eval()
     ids = torch.randint(3, 61, (2, 24), generator=torch.Generator().manual_seed(0))
     reference, got = exact(ids).logits, ours(ids).logits
-    assert got is not None and got.dtype == torch.bfloat16
+    assert got.dtype == torch.bfloat16
     ours_off, theirs_off = (
         (logits.float() - reference).pow(2).mean(-1).sqrt().median().item() for logits in (got, theirs(ids).logits)
     )

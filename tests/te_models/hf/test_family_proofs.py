@@ -1,7 +1,5 @@
 """Every family: greedy text as transformers', a compiled training step under a recipe, and a quantized folder."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 
@@ -12,8 +10,10 @@ from te_models import GPTModel, generate
 from te_models.checkpoints import export_hf, import_hf, quantize
 from te_models.layers import MXFP8BlockScaling, autocast
 from tests.build import one_layer
+from tests.checkpoints.families.test_families import tokens
 from tests.checkpoints.family_cases import CASES, make
 from tests.checkpoints.hf_cases import assert_same_bits, stored
+from tests.checkpoints.mixer_cases import MIXERS
 
 FIRST_CASES = {family: case for case, (family, _) in reversed(CASES.items())}
 FORMS = {"dbrx": "per-expert"}
@@ -22,20 +22,23 @@ are stored [in, out], one below the other, which cuts blocks of scales."""
 PROMPT = torch.randint(3, 61, (2, 9), generator=torch.Generator().manual_seed(0))
 
 
-@pytest.mark.sentinels("cohere", "exaone4", "mellum", "axk1", "hunyuan_v1_dense")
-@pytest.mark.parametrize("family", FIRST_CASES)
+@pytest.mark.sentinels(
+    *("cohere", "exaone4", "mellum", "axk1", "hunyuan_v1_dense", "laguna-channels", "mimo_v2_flash", "afmoe")
+)
+@pytest.mark.parametrize("case", dict.fromkeys([*FIRST_CASES.values(), *MIXERS]))
 @torch.no_grad()
-def test_greedy_text(family: str) -> None:
-    theirs = make(FIRST_CASES[family])
+def test_greedy_text(case: str) -> None:
+    """The first case of each family, and each kind of mixers."""
+    theirs, prompt = make(case), PROMPT if case in FIRST_CASES.values() else tokens(7)
     ours = GPTModel.from_hf(theirs).eval()
-    length = PROMPT.shape[1] + 12
-    expected = theirs.generate(PROMPT, max_length=length, do_sample=False, eos_token_id=None, pad_token_id=0)
-    assert torch.equal(generate(ours, PROMPT, max_new_tokens=12)[:, :length], expected)
+    length = prompt.shape[1] + 12
+    expected = theirs.generate(prompt, max_length=length, do_sample=False, eos_token_id=None, pad_token_id=0)
+    assert torch.equal(generate(ours, prompt, max_new_tokens=12)[:, :length], expected)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FIRST_CASES)
-def test_compiled_step_under_a_recipe(fresh_compiler: None, family: str) -> None:
+def test_compiled_step_under_a_recipe(family: str) -> None:
     """The same loss and gradients as without the compiler, in one graph. Of layers that are alike, one is compiled;
     without dropout, of which a graph draws other masks."""
     config = GPTModel.from_hf(make(FIRST_CASES[family])).config
@@ -63,8 +66,7 @@ def test_compiled_step_under_a_recipe(fresh_compiler: None, family: str) -> None
 @pytest.mark.sentinels("cohere", "axk1")
 @pytest.mark.parametrize("family", FIRST_CASES)
 def test_a_quantized_folder_there_and_back(tmp_path: Path, family: str) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         make(FIRST_CASES[family]).save_pretrained(tmp_path / "hf")
         import_hf(tmp_path / "hf", tmp_path / "ours")
         quantize(tmp_path / "ours", tmp_path / "quantized", "mxfp8")

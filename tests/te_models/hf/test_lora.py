@@ -1,7 +1,5 @@
 """LoRA through peft on each of our layers and on models: values, gradients, merging, quantized weights, refusals."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -183,7 +181,6 @@ def test_a_broken_adapter_is_not_merged() -> None:
 
 
 def test_transformer_engines_layer() -> None:
-    torch.manual_seed(0)
     model = peft.get_peft_model(te.TransformerLayer(32, 64, 4).eval(), lora())
     x = torch.randn(5, 2, 32)
     got = model(x)
@@ -202,8 +199,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
     def folder(case: str) -> Path:
         if not (root / case).exists():
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
+            with warnings.catch_warnings(action="ignore"):
                 (make(case) if case in FAMILY_CASES else hf_model(case)).save_pretrained(root / case)
         return root / case
 
@@ -470,8 +466,7 @@ def test_other_ways_of_tuning_are_refused(load: Any) -> None:
         if kind == peft.PeftType.LORA or "target_modules" not in config.__dataclass_fields__:
             continue
         for target in (["linear_qkv"], "all-linear"):
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
+            with warnings.catch_warnings(action="ignore"):
                 try:
                     asked = config(target_modules=target, **more.get(kind.value, {}))
                 except ImportError:  # scikit-learn
@@ -567,7 +562,6 @@ def test_compiled_under_a_recipe() -> None:
     expected.square().mean().backward()
     wanted = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
-    torch._dynamo.reset()
     got = torch.compile(step, fullgraph=True, backend="aot_eager")(x)
     got.square().mean().backward()
     close(got, expected.detach(), 1e-6)
@@ -582,7 +576,6 @@ def test_compiled_models(load: Any, case: str) -> None:
     model = peft.get_peft_model(load(case), lora())
     model.base_model.model.recipe = te.Float8CurrentScaling()
     logits, expected = gradients(model, model)
-    torch._dynamo.reset()
     compiled, found = gradients(model, torch.compile(model, fullgraph=True, backend="aot_eager"))
     close(compiled, logits, 1e-5)
     for name, gradient in found.items():

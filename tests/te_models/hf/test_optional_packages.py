@@ -1,7 +1,5 @@
 """`te_models.hf` with and without the optional packages of transformers' world, each set in a process of its own."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """The trained SmolLM2-135M: perplexity and text stay what they are, whatever way the weights took."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """`transformers serve` on a folder of ours, and on an export of it, talked to with OpenAI's client on loopback."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import socket

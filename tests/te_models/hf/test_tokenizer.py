@@ -1,7 +1,5 @@
 """Tokenizers of strangers: the right ids from sound files, one sentence and bounded work from all others."""
 
-from __future__ import annotations
-
 import base64
 import copy
 import json

@@ -1,7 +1,5 @@
 """What TEModelForCausalLM is given beside tokens, or instead: caches, several texts in a row, embeddings."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 from typing import Any
@@ -24,8 +22,7 @@ POSITIONS = torch.tensor([[0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2], [0, 1, 2, 0, 1, 2, 
 
 def both(case: str, folder: Path) -> tuple[Any, TEModelForCausalLM]:
     theirs = make(case) if case in CASES else hf_model(case)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         theirs.save_pretrained(folder)
     return theirs, TEModelForCausalLM.from_pretrained(folder)
 

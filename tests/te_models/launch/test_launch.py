@@ -1,7 +1,5 @@
 """What `te-models launch` writes starts the processes of a run on every node, whatever its names are."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,8 +1,6 @@
 """Each rule about layouts over ranks is broken by a case here, and the configuration of a run, a plan and a model that
 is built say the same sentence about it."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import json
@@ -33,7 +31,7 @@ from te_models.training.config import (
 )
 from te_models.training.config.file import load_config
 from te_models.training.preflight import check_run_layout
-from tests.build import VARIANTS, tiny, tiny_moe
+from tests.build import VARIANTS, heads, tiny, tiny_moe
 from tests.te_models.mixers.test_recurrent_mixers import hybrid
 from tests.training.processes import as_toml
 from tests.training.runs import tiny_model, tiny_run
@@ -44,7 +42,7 @@ EXPERTS = {"expert_model_parallel_size": 2}
 APART = {"expert_tensor_parallel_size": 2}
 STAGES = {"pipeline_model_parallel_size": 2}
 SHARDS = {"data_parallel_shard_size": 2}
-HEADS = AttentionConfig(num_attention_heads=4)
+HEADS = heads(None)
 LATENT = MLAConfig(kv_lora_rank=10, qk_head_dim=8, qk_pos_emb_head_dim=4, v_head_dim=6)
 LATENT_HEADS = ModelSource(config=tiny(attention=HEADS.replace(mla=LATENT)))
 INDEXER = IndexerConfig(n_heads=2, head_dim=8, topk=4)
@@ -264,7 +262,7 @@ ON_RANKS: list[tuple[Callable[[], Any], str]] = [
     (lambda: StageLayout(2, "2F2B"), "pipeline_schedule is '2F2B'; allowed: a schedule that torch has, such as 1F1B"),
     (lambda: StageLayout(2, "1F1B", 2), "is 2 with parallel.pipeline_schedule = '1F1B'; allowed: 1"),
     (lambda: StageLayout(2, "GPipe", split=(1, 1, 1)), "is [1, 1, 1]; allowed: a number of layers, 1 or more, for"),
-    (lambda: Build(expert_layout="apart"), "expert_layout is 'apart'; allowed: 'grouped', 'per-gemm'"),  # type: ignore[arg-type]
+    (lambda: Build(expert_layout="apart"), "expert_layout is 'apart'; allowed: 'grouped', 'per-gemm'"),
     (
         lambda: check_layout_rules(Facts(dims=ParallelDims(ranks=2, **FIRST), built={"tensor_model_parallel_size": 1})),
         "tensor_model_parallel_size of the mesh is 2, and the model was built over 1; allowed: the groups of",
@@ -382,7 +380,6 @@ def facts_of(error: ConfigError) -> Facts:
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
-    assert trace is not None
     return trace.tb_frame.f_locals["facts"]
 
 
@@ -439,7 +436,7 @@ def test_every_rule_has_a_case_that_breaks_it(tmp_path: Path) -> None:
             for node in ast.walk(function):
                 if isinstance(node, ast.Yield):
                     lines = range(node.lineno, (node.end_lineno or 0) + 1)
-                    name = function.name  # type: ignore[attr-defined]
+                    name = function.name
                     assert any((name, line) in found for line in lines), f"{module.__name__}:{node.lineno} of {name}"
 
 

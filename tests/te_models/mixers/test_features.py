@@ -1,7 +1,5 @@
 """What attention has, every mixer has: adapters, stages, checkpoints of activations, Muon, stored weights, shards."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

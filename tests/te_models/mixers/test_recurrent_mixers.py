@@ -1,7 +1,5 @@
 """Every kind of recurrent mixer in a model: decoding, padding, documents, drafts, recipes, graphs, shares of ranks."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import partial
@@ -11,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from te_models import AttentionConfig, DraftModel, GPTModel, KVCache, ModelConfig, StaticKVCache, generate
+from te_models import AttentionConfig, DraftModel, GPTModel, ModelConfig, generate
 from te_models.checkpoints import expected_tensors
 from te_models.checkpoints.mapping.rank_shards import ShardPlace, parts
 from te_models.config import (
@@ -32,6 +30,7 @@ from te_models.model.parallel import reset_parameters
 from te_models.parallel.sharding import sharded_parts
 from te_models.training.optimizer.groups import is_decayed
 from tests.build import tiny, tiny_moe, token_ids
+from tests.compare import assert_decodes
 
 GDN = GatedDeltaConfig(num_key_heads=2, num_value_heads=4, key_head_dim=8, value_head_dim=6)
 MIXERS: dict[str, MixerConfig] = {
@@ -102,23 +101,13 @@ def close(a: torch.Tensor, b: torch.Tensor) -> None:
 
 
 @every_mixer
-@torch.no_grad()
 def test_decoding_goes_on_from_the_states(name: str) -> None:
     model, ids = model_of(name), token_ids(2, 75)
     shapes = expected_tensors(model.config)
     assert {n: tuple(p.shape) for n, p in model.named_parameters()} == shapes
     assert list(shapes) == [n for n, _ in model.named_parameters()]
     assert ModelConfig.from_json(model.config.to_json()) == model.config
-    whole = model(ids).logits
-    cache = KVCache(model.config, 2, 75)
-    steps = [model(part, cache=cache).logits for part in ids.split([66, 1, 1, 7], dim=1)]
-    close(torch.cat(steps, dim=1), whole)
-    static = StaticKVCache(model.config, 2, 75)
-    close(model(ids[:, :66], cache=static).logits, whole[:, :66])
-    for t in range(66, 75):
-        logits = model(ids[:, t : t + 1], position_ids=torch.full((2, 1), t), cache=static.step).logits
-        close(logits[:, -1], whole[:, t])
-        static.step.position.add_(1)
+    assert_decodes(model, ids, prompt=66)
 
 
 @every_mixer
@@ -164,7 +153,6 @@ def test_compiled_decoding_gives_the_same_text(name: str) -> None:
 @pytest.mark.sentinels("mamba2-Float8CurrentScaling")
 @pytest.mark.parametrize("recipe", [None, Float8CurrentScaling, MXFP8BlockScaling, without_chance])
 @every_mixer
-@pytest.mark.usefixtures("fresh_compiler")
 def test_one_graph_forward_and_backward(name: str, recipe: Callable[[], Recipe] | None) -> None:
     both = model_of(name, num_layers=1, layer_mixers=("attention+recurrent",))
     model, ids, found = both.train(), token_ids(2, 16), []
@@ -174,8 +162,7 @@ def test_one_graph_forward_and_backward(name: str, recipe: Callable[[], Recipe] 
             loss = run(ids, labels=ids, return_logits=False).loss
         loss.backward()
         found.append([loss.detach(), *(p.grad for p in model.parameters())])
-    for a, b in zip(*found, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)
 
 
 @every_mixer
@@ -221,7 +208,6 @@ def test_what_decays_and_what_a_plan_counts(name: str) -> None:
 @every_mixer
 def test_parts_that_are_filled_one_by_one_are_a_new_models(name: str) -> None:
     """As FSDP2 and pipeline stages fill them, of a seed."""
-    torch.manual_seed(0)
     new = GPTModel(hybrid(name))
     with torch.no_grad():
         filled = GPTModel(hybrid(name))

@@ -1,8 +1,6 @@
 """Sequences that ranks share: states and the edges of convolutions travel, and every rule and every mixer is that of
 one rank."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Balance without an auxiliary loss: what counts, by how much biases move, and that ranks agree."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 from collections.abc import Callable, Iterable
@@ -120,7 +118,6 @@ def test_recomputation_does_not_count(name: str | None) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed with padding"])
 @pytest.mark.parametrize("mode", ["whole", "block"])
 def test_compiled_counts_are_those_of_eager(mode: str, recompute: bool) -> None:
@@ -143,10 +140,8 @@ def test_compiled_counts_are_those_of_eager(mode: str, recompute: bool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("name", [None, "delayed"])
 def test_counts_compiled_by_inductor(name: str | None) -> None:
-    torch.manual_seed(0)
     eager = GPTModel(one_layer(CONFIG))
     compiled = compile_model(copy.deepcopy(eager))
     for step in range(3):
@@ -158,7 +153,6 @@ def test_counts_compiled_by_inductor(name: str | None) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("fresh_compiler")
 def test_a_compiled_checkpoint_around_the_model_counts_once() -> None:
     model, ids = build(), token_ids(2, 9)
 

@@ -2,8 +2,6 @@
 
 Backward passes want a real device, see test_moe_on_gpu."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

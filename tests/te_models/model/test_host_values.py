@@ -3,8 +3,6 @@
 On a CPU nothing waits, but the operations that would are the same: `lift_fresh` is what makes a tensor of numbers of
 the host, `_local_scalar_dense` what reads one. test_fake_gpu has whole passes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Routers that files and transformers hold in float32 stay so in models of another dtype."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 
@@ -25,8 +23,7 @@ def test_routers_in_float32_stay_so_in_every_dtype(tmp_path: Path, case: str) ->
     routers = {name: p for name, p in theirs.named_parameters() if name.endswith(("mlp.gate.weight", "gate.wg.weight"))}
     for router in routers.values():
         router.data = router.data.float() * (1 + 2.0**-20)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         theirs.save_pretrained(tmp_path / "hf")
     exact = stored(tmp_path / "hf")
     assert len(routers) > 0 and all(exact[name].dtype == torch.float32 for name in routers)

@@ -1,7 +1,5 @@
 """MoELayer as on an accelerator: tokens are quantized on the way to their experts; results are those of the CPU."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest
@@ -70,8 +68,6 @@ def test_the_permuted_rows_are_made_quantized(case: str, monkeypatch: pytest.Mon
 @pytest.mark.slow
 def test_one_graph_whatever_the_router_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gemm_operand, "_DEQUANTIZING_DEVICES", ())
-    torch._dynamo.reset()
-    counters.clear()
     layer = built(tiny_moe())
     compiled = torch.compile(layer, fullgraph=True, backend="eager")
     for seed in range(2):

@@ -1,7 +1,5 @@
 """Layers that predict further tokens: transformers' own modules as the reference, what counts, and what is refused."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -56,7 +54,7 @@ def test_experts_checkpointing_and_compile(balancing: str) -> None:
         moe_router_topk=2,
         moe_ffn_hidden_size=16,
         aux_loss_coeff=0.01,
-        moe_router_load_balancing_type=balancing,  # type: ignore[arg-type]
+        moe_router_load_balancing_type=balancing,
     )
     model, ids = _model(1, num_layers=1, moe=experts), token_ids(2, 12)
     found = []

@@ -1,13 +1,10 @@
 """Modules that are recomputed, and operations whose results are saved, change no bit of a gradient."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from te_models import GPTModel
 from te_models.config import ConfigError
@@ -17,6 +14,7 @@ from te_models.model.recompute import matching_modules, operations, recompute_mo
 from te_models.parallel import ParallelDims
 from te_models.training import ModelSource, train
 from te_models.training.preflight import check_model
+from tests.compare import Operations
 from tests.training.runs import assert_same_bits, curve, tensors_under, tiny_model, tiny_run
 
 CHOICES: dict[str, Callable[[GPTModel], object]] = {
@@ -29,28 +27,19 @@ CHOICES: dict[str, Callable[[GPTModel], object]] = {
 RECIPES = {"none": None, "mxfp8": MXFP8BlockScaling(), "delayed": DelayedScaling(amax_history_len=2)}
 
 
-class Products(TorchDispatchMode):
-    """Counts the products of matrices."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        self.count += "mm" in func._opname
-        return func(*args, **(kwargs or {}))
-
-
-def gradients(moe: bool, recipe: str, choose: Callable[[GPTModel], object] | None) -> tuple[dict, int]:  # type: ignore[type-arg]
+def gradients(moe: bool, recipe: str, choose: Callable[[GPTModel], object] | None) -> tuple[dict, int]:
     torch.manual_seed(0)
     model = GPTModel(tiny_model(moe=moe)).train()
     if choose is not None:
         choose(model)
     ids = torch.randint(0, 257, (2, 16))
-    with Products() as products:
+    with Operations() as operations:
         for _ in range(2):  # the second pass has scales of the first
             with autocast(enabled=RECIPES[recipe] is not None, recipe=RECIPES[recipe]):
                 loss = model(ids, labels=ids, return_logits=False).loss
             loss.backward()
-    return {name: p.grad for name, p in model.named_parameters()} | {"loss": loss.detach()}, products.count
+    products = sum("mm" in op._opname for op in operations.found)
+    return {name: p.grad for name, p in model.named_parameters()} | {"loss": loss.detach()}, products
 
 
 @pytest.mark.parametrize("recipe", ["none", "delayed", pytest.param("mxfp8", marks=pytest.mark.slow)])
@@ -75,7 +64,7 @@ def test_gradients_are_the_same(moe: bool, recipe: str) -> None:
         ({"recompute_save_ops": ("gemm",)}, "recompute_save_ops is .*none without recompute_modules"),
     ],
 )
-def test_options_that_exclude_each_other(options: dict, message: str) -> None:  # type: ignore[type-arg]
+def test_options_that_exclude_each_other(options: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         ModelSource(config=tiny_model(), **options)
 

@@ -1,7 +1,5 @@
 """Generation with rotary frequencies that depend on the length: a cache changes nothing, also where they change."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -25,8 +23,7 @@ def models(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Any, TEModel
     """Their model, ours, prompts [2, S], and the length at which the frequencies change."""
     build, length, original = CASES[request.param]
     theirs = build(request.param)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         theirs.save_pretrained(tmp_path / "hf")
     ids = torch.randint(3, 61, (2, length), generator=torch.Generator().manual_seed(3))
     return theirs, TEModelForCausalLM.from_pretrained(tmp_path / "hf"), ids, original

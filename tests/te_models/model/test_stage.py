@@ -1,7 +1,5 @@
 """Pipeline stages of a model: its own modules under their names, and together its losses and gradients."""
 
-from __future__ import annotations
-
 from functools import partial
 from itertools import combinations, pairwise
 from random import Random
@@ -18,6 +16,7 @@ from te_models.parallel.pipeline import Pipeline
 from te_models.parallel.stage_layout import balanced_split
 from te_models.training import ParallelConfig
 from tests.build import FURTHER, VARIANTS, token_ids
+from tests.compare import refused
 from tests.training.runs import tiny_model
 
 
@@ -66,8 +65,7 @@ def test_a_stage_does_not_guess_which_ranks_balance_its_experts(monkeypatch: pyt
     stage = model.stage(0, 1)
     stage(ids)
     monkeypatch.setattr("te_models.model.moe.router.group_of_all", lambda: "all")
-    with pytest.raises(RuntimeError, match="which ranks have the same layers is not known"):
-        stage(ids)
+    refused(lambda: stage(ids), "which ranks have the same layers is not known", error=RuntimeError)
 
 
 def test_micro_batches_of_a_pipeline_have_the_same_fields() -> None:
@@ -75,7 +73,7 @@ def test_micro_batches_of_a_pipeline_have_the_same_fields() -> None:
     ids = token_ids(1, 8)
     with pytest.raises(ValueError, match="some micro-batches have 'labels' and some have not"):
         Pipeline.forward_backward(
-            SimpleNamespace(_run=partial(Pipeline._run, SimpleNamespace())),  # type: ignore[arg-type]
+            SimpleNamespace(_run=partial(Pipeline._run, SimpleNamespace())),
             [{"input_ids": ids}, {"input_ids": ids, "labels": ids}],
         )
 
@@ -109,10 +107,8 @@ def test_a_stage_starts_anew_as_the_whole_model(device: str) -> None:
 
 def test_layers_that_are_not_there_are_refused() -> None:
     model = GPTModel(VARIANTS["dense"], device="meta")
-    with pytest.raises(ConfigError, match=r"asked for with layers \[\]; allowed: one or more"):
-        model.stage(1, 1)
-    with pytest.raises(ConfigError, match="allowed: one or more, in ascending order, of "):
-        model.stage(0, 99)
+    refused(lambda: model.stage(1, 1), "asked for with layers []; allowed: one or more", error=ConfigError)
+    refused(lambda: model.stage(0, 99), "allowed: one or more, in ascending order, of ", error=ConfigError)
 
 
 @pytest.mark.parametrize(
@@ -132,8 +128,7 @@ def test_which_stages_a_rank_has(schedule: str, ranks: int, stages: list[tuple[i
 
 def test_layers_are_shared_evenly() -> None:
     assert [len(layers) for layers in StageLayout(4).layers(10)] == [2, 3, 2, 3]
-    with pytest.raises(ConfigError, match="is 4 with 1 stages each, and the model has 3 layers"):
-        StageLayout(4).layers(3)
+    refused(lambda: StageLayout(4).layers(3), "is 4 with 1 stages each, and the model has 3 layers", error=ConfigError)
 
 
 def test_layers_are_split_as_asked() -> None:

@@ -1,8 +1,6 @@
 """What each process of test_plan does: `python -m tests.te_models.plan.plan_ranks RESULTS real|fake|fake1 LAYOUTS`,
 on two ranks, or as the first or second of two that do not exist."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import sys
@@ -24,43 +22,20 @@ from te_models.training.ranks.data_parallel import Ranks
 from te_models.training.ranks.layout import RankLayout, rank_layout
 from te_models.training.ranks.reduction import reduce_gradients
 from te_models.training.step import make_pipeline
+from tests.build import parallel
 from tests.training.runs import tiny_model, tiny_run
 
 LAYERS = 6
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "dp2": {},
-    "fsdp2": {"data_parallel_shard_size": 2},
-    "fsdp2 once": {"data_parallel_shard_size": 2, "reduce_gradients": "step"},
-    "tp2": {"tensor_model_parallel_size": 2},
-    "tp2 sp": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
-    "cp2": {"context_parallel_size": 2},
-    "cp2 p2p": {"context_parallel_size": 2, "cp_comm_type": "p2p"},
-    "cp2 a2a": {"context_parallel_size": 2, "cp_comm_type": "a2a"},
-    "ep2": {"expert_model_parallel_size": 2},
-    "etp2": {"expert_tensor_parallel_size": 2},
-    "tp2 etp1 ep2": {
-        "tensor_model_parallel_size": 2,
-        "expert_tensor_parallel_size": 1,
-        "expert_model_parallel_size": 2,
-    },
-    "ep2 all_gather": {"expert_model_parallel_size": 2, "expert_dispatch": "all_gather"},
-    "ep2 quantized mxfp8": {"expert_model_parallel_size": 2, "expert_dispatch": "all_to_all_quantized"},
-    "fsdp2 mxfp8": {"data_parallel_shard_size": 2},
-    "fsdp2 checkpointed": {"data_parallel_shard_size": 2},
-    "pp2": {"pipeline_model_parallel_size": 2},
-    "pp2 long": {"pipeline_model_parallel_size": 2},
-    "pp2 GPipe long": {"pipeline_model_parallel_size": 2, "pipeline_schedule": "GPipe"},
-    "pp2 Interleaved1F1B": {"pipeline_model_parallel_size": 2, "pipeline_schedule": "Interleaved1F1B"},
-    "pp2 ZBVZeroBubble": {"pipeline_model_parallel_size": 2, "pipeline_schedule": "ZBVZeroBubble"},
-    "fsdp2 ahead": {"data_parallel_shard_size": 2},
-    "tp2 sp ahead": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
-    "pp2 ahead": {"pipeline_model_parallel_size": 2},
-    "fsdp2 lora": {"data_parallel_shard_size": 2},
-    "tp2 sp lora": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
-    "ep2 lora": {"expert_model_parallel_size": 2},
-    "pp2 lora": {"pipeline_model_parallel_size": 2},
-    "fsdp2 frozen": {"data_parallel_shard_size": 2},
-}
+NAMES = (
+    *("dp2", "fsdp2", "fsdp2 once", "tp2", "tp2 sp", "cp2", "cp2 p2p", "cp2 a2a", "ep2", "etp2", "tp2 etp1 ep2"),
+    *("ep2 all_gather", "ep2 quantized mxfp8", "fsdp2 mxfp8", "fsdp2 checkpointed", "pp2", "pp2 long"),
+    *("pp2 GPipe long", "pp2 Interleaved1F1B", "pp2 ZBVZeroBubble", "fsdp2 ahead", "tp2 sp ahead", "pp2 ahead"),
+    *("fsdp2 lora", "tp2 sp lora", "ep2 lora", "pp2 lora", "fsdp2 frozen"),
+)
+LAYOUTS = {name: parallel(name) for name in NAMES}
+LAYOUTS["fsdp2 once"]["reduce_gradients"] = "step"
+LAYOUTS["ep2 all_gather"]["expert_dispatch"] = "all_gather"
+LAYOUTS["ep2 quantized mxfp8"]["expert_dispatch"] = "all_to_all_quantized"
 STAGES = {name: sizes for name, sizes in LAYOUTS.items() if name.startswith("pp")}
 DENSE = ("fsdp2 mxfp8", "pp2")
 MICRO_BATCHES = {"pp2": 3, "pp2 long": 12, "pp2 GPipe long": 12}
@@ -87,7 +62,6 @@ def balanced_topk(logits: torch.Tensor, topk: int, **_: Any) -> tuple[torch.Tens
 
 def record_whole_stages(config: TrainConfig, layout: RankLayout) -> Recorded:
     """Return what a rank takes for a step of all layers and micro-batches, which all run."""
-    assert layout.stages is not None
     chosen, recorder = [list(span) for span in layout.stages.layers(LAYERS)], recorder_of(layout)
     gpt, config, layout = stages_of_layers(config, model_of(config), layout, chosen)
     recorder.hold([list(gpt.parameters()), list(gpt.buffers())])

@@ -1,7 +1,5 @@
 """A plan says, without the machines, what real ranks send to the byte and hold to a tenth, and what they compute."""
 
-from __future__ import annotations
-
 import json
 import math
 import subprocess

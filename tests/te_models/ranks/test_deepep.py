@@ -1,8 +1,6 @@
 """Tokens that travel by deep_ep: the logits and gradients of all-to-all, on two ranks and on four, with a stand-in for
 the library; what it cannot do is refused in a sentence."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import sys
@@ -15,14 +13,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from te_models import AttentionConfig, GPTModel, ModelConfig, RouterConfig, generate, take_expert_load
+from te_models import GPTModel, ModelConfig, RouterConfig, generate, take_expert_load
 from te_models.compile.compile_model import compile_model
 from te_models.layers import autocast, recipe
 from te_models.layers.distributed import deepep
 from te_models.layers.tensor.fsdp import local_part
 from te_models.parallel import ParallelDims, parallelize
 from te_models.parallel.sharding import shards_experts_apart
-from tests.build import VARIANTS, one_layer, tiny_moe, token_ids
+from tests.build import VARIANTS, heads, one_layer, tiny_moe, token_ids
 from tests.compare import refused
 from tests.ranks import on_ranks
 from tests.te_models.ranks import deep_ep_stand_in as stand_in
@@ -300,7 +298,7 @@ def test_what_deep_ep_cannot_do_is_refused() -> None:
     cases = {
         f"moe.moe_pad_expert_input_to_capacity is True; {allowed}: False": lambda: new(tiny_moe(**padding)),
         f"hidden_size is 36; {allowed}: a multiple of 8": lambda: new(
-            tiny_moe().replace(hidden_size=36, attention=AttentionConfig(num_attention_heads=4, kv_channels=8))
+            tiny_moe().replace(hidden_size=36, attention=heads(None, kv_channels=8))
         ),
         f"expert_tensor_parallel_size is 2; {allowed}: 1 or": lambda: new(
             **{"ep_group": None, **mesh(expert_tensor_parallel_size=2)}

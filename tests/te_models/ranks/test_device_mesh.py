@@ -1,7 +1,5 @@
 """What a device mesh says: only dimensions whose name is documented mean something, and every other one is refused."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 """Folders of models whose experts are distributed over ranks: each rank reads its own experts, and together they save
 the whole model."""
 
-from __future__ import annotations
-
 import contextlib
 import warnings
 from pathlib import Path
@@ -15,13 +13,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from te_models import AttentionConfig, GPTModel
+from te_models import GPTModel
 from te_models.checkpoints import CheckpointError, expected_tensors, open_checkpoint, quantize, verify
 from te_models.checkpoints.mapping.quantized_format import stored_fields
 from te_models.checkpoints.mapping.rank_shards import ShardPlace, parts
 from te_models.layers import GroupedTensor, QuantizedTensor, recipe
 from te_models.training.ranks.data_parallel import Ranks, average_gradients
-from tests.build import tiny_moe, token_ids
+from tests.build import heads, tiny_moe, token_ids
 from tests.compare import Reads, raw, the_same
 from tests.ranks import on_ranks, own_part
 from tests.te_models.hf_models import hf_model
@@ -34,14 +32,13 @@ def folder(case: str, tmp_path: Path) -> Path:
     """Where the model of a case was saved."""
     torch.manual_seed(0)
     if case == "hf":
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             hf_model("qwen3_moe").save_pretrained(tmp_path / "hf")
         return tmp_path / "hf"
     # enough columns for blocks of 32 and of 16, rows that no block of 128 divides
     config = tiny_moe(num_moe_experts=4, moe_ffn_hidden_size=160, shared_expert_intermediate_size=48)
     if case.startswith("split"):  # every part is whole blocks of 32, with two ranks
-        attention = AttentionConfig(num_attention_heads=4, num_query_groups=2, kv_channels=32)
+        attention = heads(kv_channels=32)
         config = tiny_moe(moe_ffn_hidden_size=128, shared_expert_intermediate_size=64).replace(attention=attention)
     GPTModel(config).save_pretrained(tmp_path / "plain")
     if case not in ("plain", "split"):

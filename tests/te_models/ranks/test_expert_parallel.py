@@ -1,8 +1,6 @@
 """Models whose experts are distributed over ranks: the whole model's logits and gradients, at the cost of each rank's
 own experts."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator

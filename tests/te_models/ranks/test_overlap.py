@@ -1,8 +1,6 @@
 """Shared experts that compute while rows of the others travel: each collective is waited for once, and the numbers are
 those without."""
 
-from __future__ import annotations
-
 from unittest import mock
 
 import pytest

@@ -1,7 +1,5 @@
 """A model that is split and sharded over four ranks has the values of the whole one, and each rank its own parts."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from pathlib import Path
@@ -27,36 +25,17 @@ from te_models.training.optimizer.adamw import Optimizer, norm_over
 from te_models.training.ranks.data_parallel import Ranks
 from te_models.training.ranks.experts import expert_ranks
 from te_models.training.ranks.reduction import reduce_gradients
-from tests.build import VARIANTS, tiny, token_ids
+from tests.build import VARIANTS, parallel, tiny, token_ids
 from tests.compare import Reads, raw, refused
 from tests.ranks import on_ranks
 
-LAYOUTS: dict[str, dict[str, int]] = {
-    "hsdp": {"data_parallel_shard_size": 2},
-    "tp2_fsdp2": {"tensor_model_parallel_size": 2, "data_parallel_shard_size": -1},
-    "ep2_fsdp4": {"expert_model_parallel_size": 2, "data_parallel_shard_size": 4},
-    "ep2_tp2_fsdp2": {"expert_model_parallel_size": 2, "tensor_model_parallel_size": 2, "data_parallel_shard_size": 2},
-    "tp2": {"tensor_model_parallel_size": 2},
-    "etp2": {"expert_tensor_parallel_size": 2},
-    "ep2_etp2_fsdp4": {
-        "expert_model_parallel_size": 2,
-        "expert_tensor_parallel_size": 2,
-        "data_parallel_shard_size": 4,
-    },
-    "tp2_etp1_ep2_fsdp2": {
-        "tensor_model_parallel_size": 2,
-        "expert_tensor_parallel_size": 1,
-        "expert_model_parallel_size": 2,
-        "data_parallel_shard_size": 2,
-    },
-    "tp2_etp1_ep4": {
-        "tensor_model_parallel_size": 2,
-        "expert_tensor_parallel_size": 1,
-        "expert_model_parallel_size": 4,
-    },
-    "tp2_etp4": {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 4},
-    "tp2_etp1": {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1},
-}
+NAMES = (
+    *("hsdp", "tp2_fsdp2", "ep2_fsdp4", "ep2_tp2_fsdp2", "tp2", "etp2", "ep2_etp2_fsdp4", "tp2_etp1_ep2_fsdp2"),
+    *("tp2_etp1_ep4", "tp2_etp4", "tp2_etp1"),
+)
+LAYOUTS = {name: parallel(name.replace("_", " ")) for name in NAMES}
+LAYOUTS["hsdp"]["data_parallel_shard_size"] = 2
+LAYOUTS["tp2_fsdp2"]["data_parallel_shard_size"] = -1
 MODELS = ("dense", "tied", "biases", "qk_full", "latent", "moe_shared", "moe_biases", "moe_latent")
 CONFIGS = {name: VARIANTS[name] for name in MODELS}
 SIX_EXPERTS = VARIANTS["moe_shared"].replace(moe=VARIANTS["moe_shared"].moe.replace(num_moe_experts=6))

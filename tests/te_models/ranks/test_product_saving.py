@@ -1,7 +1,5 @@
 """Models in products of layouts are saved as one rank saves them, on four ranks."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

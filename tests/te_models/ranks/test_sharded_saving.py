@@ -1,7 +1,5 @@
 """Models that FSDP2 shards are saved whole, on two ranks."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,8 +1,6 @@
 """Two ranks that share tokens, between split layers or along the sequence, are the model of one rank: loss, router
 losses, logits and gradients."""
 
-from __future__ import annotations
-
 import contextlib
 from typing import Any
 

@@ -1,8 +1,6 @@
 """Models whose experts are split over other ranks than their layers: the whole model's values, logits, gradients and
 files; what cannot be split so is refused by name."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """GPTModel split over two ranks: each reads its own parts, and together they are the whole model."""
 
-from __future__ import annotations
-
 import math
 import re
 import threading
@@ -63,8 +61,7 @@ def folder(case: str, tmp_path: Path) -> Path:
         GPTModel(BLOCKS).save_pretrained(tmp_path / "plain")
         quantize(tmp_path / "plain", tmp_path / case, case)
     else:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             model(case).save_pretrained(tmp_path / case)
     return tmp_path / case
 
@@ -130,8 +127,7 @@ def test_a_rank_has_whole_heads_and_matching_gate_and_up_rows() -> None:
 def test_what_cannot_be_split_is_refused(changes: dict, message: str) -> None:
     config = CONFIG.replace(**changes)
     check_layout_rules(Facts(model=config, tp=1, etp=1))
-    with pytest.raises(ConfigError, match=message):
-        check_layout_rules(Facts(model=config, tp=2, etp=2))
+    refused(lambda: check_layout_rules(Facts(model=config, tp=2, etp=2)), message, error=ConfigError)
 
 
 def test_a_split_within_a_block_is_refused(tmp_path: Path) -> None:

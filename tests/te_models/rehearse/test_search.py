@@ -1,7 +1,5 @@
 """The search against all assignments of small tables, and what is predicted against what is put in."""
 
-from __future__ import annotations
-
 import itertools
 import random
 
@@ -38,7 +36,7 @@ def test_the_front_is_that_of_all_assignments(seed: int) -> None:
     for budget in (0.0, 0.1, 0.5, 1.0, 3.0):
         best = min(c for c, g in every if g <= budget + 1e-12)
         point = cheapest(found, budget + 1e-12)
-        assert point is not None and point.cost == pytest.approx(best)
+        assert point.cost == pytest.approx(best)
     for cost in (4.0, 8.0, 16.0):
         fitting = [g for c, g in every if c <= cost + 1e-9]
         point = best_within(found, cost)
@@ -99,7 +97,6 @@ def test_the_choice_is_that_of_all_assignments() -> None:
         point = cheapest_assignment(prediction, ["mxfp8", "nvfp4"], budget)
         assert prediction.cost(point.formats) == pytest.approx(best) and point.gap <= budget
     point = equal_cost(prediction, ["mxfp8", "nvfp4"], 0.5)
-    assert point is not None
     assert point.gap == pytest.approx(min(prediction.gap(f) for f in every if prediction.cost(f) <= 0.5 + 1e-9))
     interval = prediction.interval(("mxfp8",) * 6)
     assert interval.high - interval.mean == pytest.approx(

@@ -1,7 +1,5 @@
 """The [precision] table that is written gives each layer the format that was chosen."""
 
-from __future__ import annotations
-
 import random
 import tomllib
 

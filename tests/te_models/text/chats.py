@@ -1,7 +1,5 @@
 """Chat templates in the styles of the field, and small tokenizers of every kind, as folders of transformers."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

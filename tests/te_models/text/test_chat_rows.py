@@ -1,7 +1,5 @@
 """Chats as rows of tokens: the ids of transformers' `apply_chat_template`, and a loss mask that ends with the turn."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

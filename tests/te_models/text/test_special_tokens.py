@@ -1,7 +1,5 @@
 """Which tokens begin and end texts: as transformers resolves them from the files of a folder."""
 
-from __future__ import annotations
-
 import json
 import warnings
 from pathlib import Path
@@ -135,8 +133,7 @@ def test_generation_ends_where_transformers_ends_it(tmp_path: Path) -> None:
     """By one file or the other, with one id or several; of an imported folder, too."""
     from te_models.checkpoints import import_hf
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         hf_model("llama").save_pretrained(tmp_path / "m")
     generation = tmp_path / "m" / "generation_config.json"
     for number, (in_generation, in_config) in enumerate(((5, 7), ([5, 6], 7), ("none", 7), ("none", [7, 8]))):
@@ -156,8 +153,7 @@ def test_an_imported_folder_reads_texts_as_its_original(case: str, kind: str, tm
     """The kind of model decides which class reads a tokenizer, and ours is unknown to transformers."""
     from te_models.checkpoints import import_hf
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         hf_model(case).save_pretrained(tmp_path / "m")
     settings = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
     transformers.PreTrainedTokenizerFast(tokenizer_object=make_tokenizer(kind), **settings).save_pretrained(

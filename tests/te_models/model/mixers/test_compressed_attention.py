@@ -1,7 +1,5 @@
 """Compressed keys: their definition, texts in one row, padding, and decoding."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

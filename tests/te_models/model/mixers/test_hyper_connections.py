@@ -1,7 +1,5 @@
 """Models whose residual stream has several lanes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor
@@ -38,11 +36,11 @@ def close(a: Tensor, b: Tensor) -> None:
 
 def by_definition(model: GPTModel, ids: Tensor) -> Tensor:
     """The lanes of each token in a dimension of their own, sublayer by sublayer."""
-    config, inputs = model.config, model.decoder.layer_inputs(None, torch.arange(ids.shape[1])[None], None)  # type: ignore[arg-type]
+    config, inputs = model.config, model.decoder.layer_inputs(None, torch.arange(ids.shape[1])[None], None)
     lanes = model.embedding(ids, torch.arange(ids.shape[1])[None], None)[:, :, None].repeat(1, 1, 3, 1)
     options = {"eps": 1e-4, "norm_eps": config.norm.layernorm_epsilon}
 
-    def sublayer(lanes: Tensor, connection, run) -> Tensor:  # type: ignore[no-untyped-def]
+    def sublayer(lanes: Tensor, connection, run) -> Tensor:
         numbers = connection.weight, connection.bias, connection.scale
         mixing = definition.mixing_of(lanes, *numbers, iterations=4, **options)
         y = run((mixing.read[..., None] * lanes).sum(-2))
@@ -50,11 +48,11 @@ def by_definition(model: GPTModel, ids: Tensor) -> Tensor:
 
     for layer in model.decoder.layers:
 
-        def attention(u: Tensor, layer=layer) -> Tensor:  # type: ignore[no-untyped-def]
+        def attention(u: Tensor, layer=layer) -> Tensor:
             y = layer.self_attention(u, MixerInputs(inputs.tables[0]))
             return y if layer.post_self_attn_layernorm is None else layer.post_self_attn_layernorm(y)
 
-        def mlp(u: Tensor, layer=layer) -> Tensor:  # type: ignore[no-untyped-def]
+        def mlp(u: Tensor, layer=layer) -> Tensor:
             y = layer._mlp(u, None, None)[0]
             return y if layer.post_mlp_layernorm is None else layer.post_mlp_layernorm(y)
 

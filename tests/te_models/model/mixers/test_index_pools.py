@@ -1,17 +1,16 @@
 """Sparse attention whose indexer chooses pools of tokens, beside a delta rule and lanes, as in GLM-5 Flash."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor
 
-from te_models import EmbeddingConfig, GPTModel, KVCache, ModelConfig, StaticKVCache, generate
+from te_models import EmbeddingConfig, GPTModel, ModelConfig, generate
 from te_models.checkpoints import expected_tensors
 from te_models.config import ConfigError, GatedDeltaConfig, HyperConnectionConfig, IndexerConfig, MLAConfig
 from te_models.layers import MXFP8BlockScaling, autocast
 from te_models.model.mixers.index_pools import choose_pools, pooled_keys
 from tests.build import LATENT, tiny, token_ids
+from tests.compare import assert_decodes
 from tests.te_models.model.mixers.test_sparse_attention import attention, close, model_of
 
 POOLED = IndexerConfig(n_heads=6, head_dim=9, topk=6, rotated="none", pool_size=3)
@@ -64,7 +63,6 @@ def by_definition(bias: Tensor, q: Tensor, k: Tensor, weights: Tensor, pools: in
 @pytest.mark.parametrize("size", [1, 3, 4])
 @pytest.mark.parametrize("left", [0, 5])
 def test_the_choice_is_that_of_the_definition(size: int, left: int) -> None:
-    torch.manual_seed(0)
     bias, q, k, weights = torch.randn(size, 5), torch.randn(1, 31, 4, 5), torch.randn(1, 31, 10), torch.randn(1, 31, 4)
     hidden = None if left == 0 else (torch.arange(31) < left)[None, None]
     choice = choose_pools(bias, q, k, weights, 2, hidden)
@@ -94,14 +92,7 @@ def test_decoding_is_the_whole_sequence(name: str) -> None:
     assert ModelConfig.from_json(model.config.to_json()) == model.config
     whole = model(ids).logits
     assert not torch.equal(whole[:, :7], model_of(MODELS[name].replace(init_method_std=0.1))(ids).logits[:, :7])
-    cache = KVCache(model.config, 2, 26)
-    close(torch.cat([model(part, cache=cache).logits for part in ids.split([9, 1, 1, 15], dim=1)], dim=1), whole)
-    static = StaticKVCache(model.config, 2, 32)
-    close(model(ids[:, :9], cache=static).logits, whole[:, :9])
-    for t in range(9, 26):
-        logits = model(ids[:, t : t + 1], position_ids=torch.full((2, 1), t), cache=static.step).logits
-        close(logits[:, -1], whole[:, t])
-        static.step.position.add_(1)
+    assert_decodes(model, ids, prompt=9)
 
 
 @each
@@ -135,8 +126,7 @@ def test_training_in_one_graph(name: str) -> None:
             loss = run(ids, labels=ids, return_logits=False).loss
         loss.backward()
         found.append([loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)])
-    for a, b in zip(*found, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)
     assert all((p.grad is None) == ("indexer" in key) for key, p in model.named_parameters())
 
 

@@ -1,7 +1,5 @@
 """Layers that name their mixers: what all recurrent ones have in common, by the smallest of them."""
 
-from __future__ import annotations
-
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,7 +21,8 @@ from te_models.layouts import Facts, check_layout_rules
 from te_models.model.build import Build, make_input_linear, make_output_linear
 from te_models.model.flops import forward_flops_per_token
 from te_models.model.mixers import RECURRENT, MixerInputs, RecurrentMixer
-from tests.build import VARIANTS, tiny, tiny_moe, token_ids
+from tests.build import VARIANTS, heads, tiny, tiny_moe, token_ids
+from tests.compare import assert_decodes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +87,7 @@ def register(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 DECAYING = DecayingConfig(heads=2)
-FOUR = AttentionConfig(num_attention_heads=4)
+FOUR = heads(None)
 SLIDING = AttentionConfig(
     num_attention_heads=8,
     num_query_groups=1,
@@ -180,33 +179,8 @@ def test_mixers_in_a_file_of_a_run() -> None:
         assert ModelConfig.from_dict({**config.to_dict(), **read}) == config
 
 
-@torch.no_grad()
 def test_decoding_goes_on_from_the_states() -> None:
-    model, ids = model_of(hybrid()), token_ids(2, 17)
-    cache = KVCache(model.config, 2, 17)
-    steps = [model(part, cache=cache).logits for part in ids.split([9, 1, 1, 6], dim=1)]
-    close(torch.cat(steps, dim=1), model(ids).logits)
-    assert cache.nbytes > 0
-    cache.reset()
-    close(model(ids, cache=cache).logits, model(ids).logits)
-    static = StaticKVCache(model.config, 2, 32)
-    for _ in range(2):
-        close(model(ids[:, :9], cache=static).logits, model(ids[:, :9]).logits)
-        for t in range(9, 17):
-            logits = model(ids[:, t : t + 1], position_ids=torch.full((2, 1), t), cache=static.step).logits
-            close(logits[:, -1], model(ids[:, : t + 1]).logits[:, -1])
-            static.step.position.add_(1)
-        static.reset()
-
-
-@torch.no_grad()
-def test_padding_on_the_left_changes_no_state() -> None:
-    model, ids = model_of(hybrid()), token_ids(2, 12)
-    mask = torch.ones(2, 12, dtype=torch.bool)
-    mask[0, :5] = False
-    both = generate(model, ids, 6, attention_mask=mask)
-    assert torch.equal(both[:1, 5:], generate(model, ids[:1, 5:], 6))
-    assert torch.equal(both[1:], generate(model, ids[1:], 6))
+    assert_decodes(model_of(hybrid()), token_ids(2, 17), prompt=9)
 
 
 @pytest.mark.slow
@@ -222,7 +196,7 @@ def test_compiled_decoding(config: ModelConfig) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("config", [hybrid(), VARIANTS["keys_of_earlier_layers"]], ids=["states", "shared_keys"])
 @torch.no_grad()
-def test_one_graph_decodes_every_token(fresh_compiler: None, config: ModelConfig) -> None:
+def test_one_graph_decodes_every_token(config: ModelConfig) -> None:
     model, ids, counter = model_of(config), token_ids(2, 9), CompileCounterWithBackend("eager")
     cache = StaticKVCache(config, 2, 16)
     model(ids[:, :6], cache=cache)
@@ -324,7 +298,7 @@ def test_flops_are_of_what_a_layer_has() -> None:
 
 def test_experts_beside_layers_of_one_sublayer() -> None:
     config = tiny_moe().replace(num_layers=3, layer_mixers=("attention", "none", "attention"), mlp_layers=(1,))
-    assert config.moe is not None and config.moe.layers == (1,)
+    assert config.moe.layers == (1,)
     model = model_of(config).train()
     output = model(token_ids(2, 9), labels=token_ids(2, 9))
     output.loss.backward()

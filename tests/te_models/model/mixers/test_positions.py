@@ -1,7 +1,5 @@
 """Positions that are no rotation: biases by the distance (ALiBi), computed and offset vectors; normed embeddings."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

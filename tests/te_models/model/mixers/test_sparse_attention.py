@@ -1,12 +1,10 @@
 """Models whose queries see the keys that an indexer chooses: of latent attention and of grouped queries."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor
 
-from te_models import DraftModel, GPTModel, KVCache, ModelConfig, StaticKVCache, compile_model, generate
+from te_models import DraftModel, GPTModel, ModelConfig, compile_model, generate
 from te_models.checkpoints import expected_tensors
 from te_models.config import AttentionConfig, ConfigError, IndexerConfig, MLAConfig
 from te_models.kernels.sparse_attention import reference
@@ -16,7 +14,8 @@ from te_models.lora.model import adapters_of
 from te_models.model.flops import forward_flops_per_token
 from te_models.model.mixers import sparse_attention as module
 from te_models.model.mixers import train_indexers
-from tests.build import LATENT, tiny, token_ids
+from tests.build import LATENT, heads, tiny, token_ids
+from tests.compare import assert_decodes, refused
 
 INDEXER = IndexerConfig(n_heads=6, head_dim=9, topk=5, rope_style="interleaved", rotated="last")
 MIXERS = ("attention", "shared", "attention", "shared", "shared")
@@ -24,9 +23,9 @@ MIXERS = ("attention", "shared", "attention", "shared", "shared")
 
 def attention(kind: str, indexer: IndexerConfig | None) -> AttentionConfig:
     if kind == "grouped":
-        return AttentionConfig(num_attention_heads=4, num_query_groups=2, kv_channels=8, indexer=indexer)
+        return heads(kv_channels=8, indexer=indexer)
     mla = MLAConfig(**LATENT, q_lora_rank=12 if kind == "latent" else None)
-    return AttentionConfig(num_attention_heads=4, mla=mla, indexer=indexer)
+    return heads(None, mla=mla, indexer=indexer)
 
 
 def sparse(kind: str = "latent", indexer: IndexerConfig = INDEXER, **changes: object) -> ModelConfig:
@@ -96,21 +95,8 @@ def test_a_query_sees_the_best_keys_alone(kind: str, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@torch.no_grad()
 def test_decoding_keeps_index_keys_beside_the_others(kind: str) -> None:
-    model, ids = model_of(sparse(kind)), token_ids(2, 17)
-    whole = model(ids).logits
-    cache = KVCache(model.config, 2, 17)
-    steps = [model(part, cache=cache).logits for part in ids.split([9, 1, 1, 6], dim=1)]
-    close(torch.cat(steps, dim=1), whole)
-    static = StaticKVCache(model.config, 2, 32)
-    for _ in range(2):
-        close(model(ids[:, :9], cache=static).logits, whole[:, :9])
-        for t in range(9, 17):
-            logits = model(ids[:, t : t + 1], position_ids=torch.full((2, 1), t), cache=static.step).logits
-            close(logits[:, -1], whole[:, t])
-            static.step.position.add_(1)
-        static.reset()
+    assert_decodes(model_of(sparse(kind)), token_ids(2, 17), prompt=9)
 
 
 @torch.no_grad()
@@ -186,8 +172,7 @@ def test_a_layer_that_shares_is_with_the_one_that_chose() -> None:
         model.stage(1, 5)
     with pytest.raises(ConfigError, match=r"mixers.shared.indexer.shared is True; allowed: false in layer 0, before"):
         sparse(layer_mixers=("shared", *MIXERS[:4]))
-    with pytest.raises(ConfigError, match="false in the last layer with mtp_num_layers"):
-        sparse(mtp_num_layers=1)
+    refused(lambda: sparse(mtp_num_layers=1), "false in the last layer with mtp_num_layers", error=ConfigError)
 
 
 @pytest.mark.parametrize(
@@ -203,7 +188,7 @@ def test_a_layer_that_shares_is_with_the_one_that_chose() -> None:
         (lambda: sparse("grouped", INDEXER.replace(head_dim=6)), "attention.indexer.head_dim is 6; allowed: at least"),
     ],
 )
-def test_what_cannot_be_is_named(make, message: str) -> None:  # type: ignore[no-untyped-def]
+def test_what_cannot_be_is_named(make, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make()
 
@@ -217,8 +202,7 @@ def test_flops_grow_with_the_chosen_keys_alone() -> None:
 
 def test_an_indexer_without_a_loss_stays_as_it_is() -> None:
     """Weight decay would move it, and adapters of it would learn nothing."""
-    with pytest.raises(ValueError, match="the model has no indexers; allowed"):
-        train_indexers(model_of(tiny()), 1.0)
+    refused(lambda: train_indexers(model_of(tiny()), 1.0), "the model has no indexers; allowed")
     plain, trained = (model_of(sparse(indexer=INDEXER.replace(loss_coeff=c))) for c in (0.0, 1.0))
     for model, learns in ((plain, False), (trained, True)):
         assert {p.requires_grad for n, p in model.named_parameters() if ".indexer." in n} == {learns}

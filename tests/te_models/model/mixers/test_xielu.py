@@ -1,7 +1,5 @@
 """xIELU: its definition, its gradients, and what it does not go together with."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
