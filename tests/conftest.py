@@ -232,8 +232,3 @@ def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, object, object
     result = yield
     finish(item)
     return result
-
-
-@pytest.fixture
-def fresh_compiler() -> None:
-    """What every test has."""

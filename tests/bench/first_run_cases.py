@@ -3,8 +3,6 @@
 python -m tests.bench.first_run_cases is `bench.gpu.first_run.worker` without torch: it starts in a tenth of a second.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -64,6 +62,6 @@ def cases(setting: Any) -> Iterator[tuple[str, Callable[[], dict[str, Any] | Non
 if __name__ == "__main__":
     made = SimpleNamespace(usable=lambda: not UNUSABLE)
     stand_in = SimpleNamespace(Setting=SimpleNamespace(make=lambda rehearse: made))
-    sys.modules["bench.gpu.first_run.setting"] = stand_in  # type: ignore[assignment]
+    sys.modules["bench.gpu.first_run.setting"] = stand_in
     sys.modules["tests.bench.first_run_cases"] = sys.modules["__main__"]
     sys.exit(main(sys.argv[1:]))

@@ -1,7 +1,5 @@
 """Send the calls of the GPU benchmarks to the Triton kernels on a machine without a GPU, as a CUDA tensor would."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor

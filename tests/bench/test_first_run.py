@@ -1,7 +1,5 @@
 """The mechanics of a GPU's first run: limits, processes that die, JSON after every part, the summary, the status."""
 
-from __future__ import annotations
-
 import json
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A GPU's first run on a CPU, as where nothing but torch, triton and transformers is installed."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os
@@ -50,7 +48,7 @@ def requirements(names: tuple[str, ...]) -> set[str]:
             required = distribution(name).requires or []
         except PackageNotFoundError:
             continue
-        waiting += [_plain(re.match(r"[\w.-]+", text)[0]) for text in required if "extra ==" not in text]  # type: ignore[index]
+        waiting += [_plain(re.match(r"[\w.-]+", text)[0]) for text in required if "extra ==" not in text]
     return found
 
 

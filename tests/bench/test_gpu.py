@@ -1,7 +1,5 @@
 """The GPU benchmark where there is no GPU: its refusal, table, JSON and budget, and every call it makes, tiny."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 from pathlib import Path

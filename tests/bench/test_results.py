@@ -1,7 +1,5 @@
 """What benchmarks write down beside their numbers, what runs without a name, and that every recipe can be chosen."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

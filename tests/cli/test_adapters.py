@@ -1,7 +1,5 @@
 """`merge`, and `--adapter` of the verbs that run models, on a model with an adapter of known effect."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

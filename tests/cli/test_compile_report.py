@@ -1,7 +1,5 @@
 """`te-models info --compile-report`: what it says of a dense and a sparse model, of a break, and in JSON."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Completion with the Tab key: the scripts run in their shells, where these are installed."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

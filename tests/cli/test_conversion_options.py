@@ -1,7 +1,5 @@
 """Options of conversions are said once: a verb's option, its help and the argument of the function are one field."""
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 from collections.abc import Callable

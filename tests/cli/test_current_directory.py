@@ -1,7 +1,5 @@
 """Every verb in a folder from a stranger: modules that lie there run in no process that te_models starts."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Small files of a Hugging Face folder may be edited: every verb reads it, and says so; what decides numbers is not."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

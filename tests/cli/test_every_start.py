@@ -1,8 +1,6 @@
 """Every verb on everything that people start from: it works, or one sentence says why not, and which command leads to
 what it takes. The commands in those sentences are run."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from collections.abc import Callable

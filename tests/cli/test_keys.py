@@ -1,7 +1,5 @@
 """`train --help-keys` and `info --keys`: every key with its type, default and sentence, without importing torch."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The command line's frame: help, exit codes, one sentence for each error."""
 
-from __future__ import annotations
-
 import argparse
 import io
 import json

@@ -1,7 +1,5 @@
 """The progress of conversions: what it says, and that it is only for people."""
 
-from __future__ import annotations
-
 import io
 import sys
 import time

@@ -1,7 +1,5 @@
 """Tables, colour and progress on a terminal; plain text in files, in pipes, and without rich."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import io

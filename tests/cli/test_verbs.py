@@ -1,7 +1,5 @@
 """The verbs on a real small Llama with a tokenizer: each result is read back by something other than the verb."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import re

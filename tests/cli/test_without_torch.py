@@ -1,7 +1,5 @@
 """Verbs that look at bytes or move them never import torch, which takes seconds: a process in which it cannot be."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The last lines of the quickstart: where its models are, and commands that are those of README.md."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import shutil

@@ -1,7 +1,5 @@
 """A slow machine trains on fewer batches, and the run says how many and why."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import replace
 

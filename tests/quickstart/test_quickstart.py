@@ -1,8 +1,6 @@
 """The main job, really run: every step on little text in every test run; on the small model as users get it, and on
 SmolLM2-135M, with `make test-all`."""
 
-from __future__ import annotations
-
 import functools
 import json
 import shutil

@@ -1,7 +1,5 @@
 """The report: a bound that is not met fails, a NaN fails, an empty comparison fails."""
 
-from __future__ import annotations
-
 import json
 import re
 import time

@@ -1,7 +1,5 @@
 """The standard library as text, and windows of it."""
 
-from __future__ import annotations
-
 import sysconfig
 from pathlib import Path
 from types import SimpleNamespace

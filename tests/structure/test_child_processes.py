@@ -1,7 +1,5 @@
 """Processes are started by te_models/child_process.py alone, which lets none run what lies in the current directory."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

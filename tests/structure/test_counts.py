@@ -1,7 +1,5 @@
 """What verbs say of how many things there are: `plural` writes it, so that no message has "1 steps"."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Covering arrays: everything that they must cover is covered, and by fewer cells than there are."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import math
@@ -83,7 +81,7 @@ def test_a_sentinel_that_is_no_cell_is_told(monkeypatch: pytest.MonkeyPatch) -> 
         )
         for id in "ab"
     ]
-    mark_uncovered(cells)  # type: ignore[arg-type]
+    mark_uncovered(cells)
     assert told == ["t.py::test has no cells ['c']; it has ['a', 'b']"]
 
 
@@ -117,9 +115,9 @@ def test_a_test_that_is_too_dear_fails_in_test_budget_alone(
         patch.setattr(covering, "EVERYDAY", [everyday])
         patch.setattr(covering, "BUDGET_FACTOR", [factor])
         for phase in ("setup", "call", "teardown"):
-            start(item, phase)  # type: ignore[arg-type]
+            start(item, phase)
         with contextlib.nullcontext() if allowed else refusal:
-            finish(item)  # type: ignore[arg-type]
+            finish(item)
     times = config.stash[CPU_TIMES]["t.py::test"]
     assert times.pop("clock") >= 0 and times == {"setup": 10, "call": 1, "teardown": 5}
 

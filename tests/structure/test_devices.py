@@ -2,8 +2,6 @@
 chooses both defaults, and memory of another device, another size or none at all would reach a C++ function by its
 address."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The generated parts of the documentation are current."""
 
-from __future__ import annotations
-
 import functools
 import re
 from pathlib import Path

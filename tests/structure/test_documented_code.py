@@ -6,8 +6,6 @@ families, the imported model that the quickstart leaves, a text and a run. PRELU
 supposes. Where a page says what no small machine has (eight GPUs, 500 steps), CHANGES says what runs instead. The
 tutorials run a second time beside the real SmolLM2-135M in `make test-all`."""
 
-from __future__ import annotations
-
 import importlib.util
 import itertools
 import os

@@ -1,7 +1,5 @@
 """The scripts, configurations and the notebook in examples/ run, each with a small model in place of the real one."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import io
@@ -112,7 +110,7 @@ def test_a_score_becomes_better(name: str, steps: int, lr: float, least: float, 
     done = run_python(words, env=os.environ | {"OMP_NUM_THREADS": "1"}, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
     found = re.search(r"^score ([\d.]+) before, ([\d.]+) after", done.stdout, re.MULTILINE)
-    assert found is not None and float(found[2]) > float(found[1]) + 0.2 and float(found[2]) >= least
+    assert float(found[2]) > float(found[1]) + 0.2 and float(found[2]) >= least
 
 
 @pytest.mark.usefixtures("shared_tokenizer_process")

@@ -3,8 +3,6 @@
 The examples lie in docs/examples, a file for each package. A cell begins with `# %%` and the names that it shows, runs
 in a namespace of its own, and is printed under its names in the reference."""
 
-from __future__ import annotations
-
 import importlib
 import os
 from pathlib import Path

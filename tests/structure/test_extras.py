@@ -1,7 +1,5 @@
 """`te_models.extras.require`: a missing package is one sentence, a broken one is its own error."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

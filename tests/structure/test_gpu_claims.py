@@ -1,7 +1,5 @@
 """Pages that speak of GPUs say what was not run on one, as long as no environment with one is recorded."""
 
-from __future__ import annotations
-
 import json
 import re
 

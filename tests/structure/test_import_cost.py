@@ -1,7 +1,5 @@
 """`import te_models` is light: little time on top of torch, and none of the heavy optional modules."""
 
-from __future__ import annotations
-
 import json
 import statistics
 import subprocess

@@ -1,7 +1,5 @@
 """Imports point one way: kernels <- layers <- checkpoints <- te_models, read from the syntax tree of every file."""
 
-from __future__ import annotations
-
 import ast
 import re
 import sys

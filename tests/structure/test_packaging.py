@@ -1,7 +1,5 @@
 """The wheel: exactly the tree's modules, and usable where only torch and safetensors are installed."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import os
 import shutil
@@ -100,16 +98,8 @@ def test_twine_finds_nothing_to_complain_of(dist: Path) -> None:
 def test_each_extra_can_be_installed(extra: str, wheel: Path) -> None:
     """The resolver of pip finds versions of all that it names, beside the torch that is here; nothing is installed."""
     torch = f"torch=={importlib.metadata.version('torch').partition('+')[0]}"
-    run = [
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        "--dry-run",
-        "--quiet",
-        torch,
-        f"te_models[{extra}] @ file://{wheel}",
-    ]
+    install = [sys.executable, "-m", "pip", "install", "--dry-run", "--quiet"]
+    run = [*install, torch, f"te_models[{extra}] @ file://{wheel}"]
     resolved = subprocess.run(run, capture_output=True, text=True, check=False)
     if "No matching distribution found for" in resolved.stderr and "Could not fetch" in resolved.stderr:
         pytest.skip("needs a package index, and none answers")

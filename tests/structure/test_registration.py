@@ -1,7 +1,5 @@
 """Operations are registered through kernels/custom_op, which derives what torch wants to know from one description."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 

@@ -2,8 +2,6 @@
 
 docs/layout.md says what lives where. A room may import the rooms before it, lazy and type-only imports included."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import re

@@ -1,7 +1,5 @@
 """Repository settings that other checks rely on."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import warnings

@@ -1,7 +1,5 @@
 """The documentation site builds without a warning, and its reference has every public name with its example."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """The table of environments: what a run adds to it, and that it covers what the project claims."""
 
-from __future__ import annotations
-
 import re
 import sys
 

@@ -1,7 +1,5 @@
 """The repository as the structure tests see it: folders, import names, modules."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import tomllib

@@ -1,7 +1,5 @@
 """The configurations of examples/configs/: sizes, tasks and planned memory are right, and small models train."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -2,8 +2,6 @@
 
 What the core imports is in tests/structure/test_rooms.py."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """A page of the design log says of each decision what, against what and why; figures stand in tables or in files."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """What prose names in backticks exists: files, folders and modules in documents, docstrings and comments."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import re

@@ -1,7 +1,5 @@
 """Prose can be read aloud to a stranger: phrases that hide the noun they mean have a budget that only falls."""
 
-from __future__ import annotations
-
 import re
 
 from tests.structure.prose.test_named_things import prose
