@@ -27,11 +27,11 @@ ALONE = {"kimi_k2", "glm5_next"}
 logits test_text_part compares."""
 FACTOR_BEHIND = {"laguna"}
 """Families whose scaling factor transformers gives the sum of the experts, not their weights."""
-TOKENS = torch.randint(3, 61, (200, 50), generator=torch.Generator().manual_seed(0))
+TOKENS = torch.randint(3, 61, (200, 50), generator=torch.Generator().manual_seed(1))
+"""With the seed 0 two keys of glm_moe_dsa share the last place that its indexer chooses: transformers takes any."""
 WEIGHT_BOUND = 1e-5
 WIDER = {"qwen3_next": 5e-5, "qwen3_5_moe_text": 5e-5}
-"""Bounds of families whose delta rule makes rounding larger: transformers' weights in float32 differ from those in float64
-by up to 4e-5."""
+"""Bounds of families whose delta rule amplifies rounding: transformers' float32 weights are 4e-5 from its float64's."""
 
 Choices = list[torch.Tensor]
 """For each layer with experts the weight of every expert, [T, E]; NaN where a token does not use it."""
