@@ -93,16 +93,13 @@ class Prediction:
 
     def gap(self, formats: Sequence[str]) -> float:
         """Return the predicted gap of an assignment in percent."""
-        return sum(
-            self.parts[name].gap(has) * self._factor(name, self.parts[name].share(has))
-            for name, has in self._shared(formats)
-        )
+        return sum(gap * self._factor(name, share) for name, gap, share in self._lost(formats))
 
     def interval(self, formats: Sequence[str]) -> Interval:
         """Return the interval in which the mean gap over `seeds` new seeds lies with 95 %: the noise of these runs and
         of those that were measured, the error of the KL, and of the corrections."""
         spread, freedom = self._noise(formats)
-        error = sum(self.parts[name].gap(has) * self.parts[name].error for name, has in self._shared(formats))
+        error = sum(gap * self.parts[name].error for name, gap, _ in self._lost(formats))
         parts, covariance = self._uncorrected(formats), self.corrections.covariance
         half = student(freedom) * math.hypot(spread * math.sqrt(2 / self.seeds), error)
         return Interval(self.gap(formats), math.hypot(half, 1.96 * math.sqrt(float(parts @ covariance @ parts))))
@@ -119,24 +116,24 @@ class Prediction:
         sums = torch.zeros(len(prior), dtype=torch.float64, device="cpu")
         for run in self.runs:
             parts = self._uncorrected(run.formats)
-            expected = sum(self.parts[name].gap(has) for name, has in self._shared(run.formats))
+            expected = sum(gap for _, gap, _ in self._lost(run.formats))
             variance = max(self._noise(run.formats)[0] ** 2 / len(run.gaps), 1e-12)
             precision += parts.outer(parts) / variance
             sums += parts * (statistics.fmean(run.gaps) - expected) / variance
         covariance = torch.linalg.inv(precision)
         return _Corrections(dict(zip(self.parts, (covariance @ sums).tolist(), strict=True)), covariance)
 
-    def _shared(self, formats: Sequence[str]) -> list[tuple[str, list[bool]]]:
-        """Return the formats of an assignment but bf16, each with whether a unit has it."""
-        return [(name, [name == used for used in formats]) for name in self.parts if name in formats]
+    def _lost(self, formats: Sequence[str]) -> list[tuple[str, float, float]]:
+        """Return of each format in an assignment but bf16 (its name, what its parts lose, its share)."""
+        has = {name: [name == used for used in formats] for name in self.parts if name in formats}
+        return [(name, self.parts[name].gap(its), self.parts[name].share(its)) for name, its in has.items()]
 
     def _factor(self, name: str, share: float) -> float:
         return max(1 + self.corrections.excess[name] * (1 - share), 0.0)
 
     def _uncorrected(self, formats: Sequence[str]) -> Tensor:
         """Return [F]: what each format is predicted to lose, as far as its correction multiplies it."""
-        used = [(name, self.parts[name], has) for name, has in self._shared(formats)]
-        found = {name: part.gap(has) * (1 - part.share(has)) for name, part, has in used}
+        found = {name: gap * (1 - share) for name, gap, share in self._lost(formats)}
         return torch.tensor([found.get(name, 0.0) for name in self.parts], dtype=torch.float64)
 
     def _noise(self, formats: Sequence[str]) -> tuple[float, int]:

@@ -125,7 +125,7 @@ def test_each_format_is_corrected_by_its_own_runs() -> None:
     after = before.knowing(Run(one, (1.1, 1.2, 1.3)))
     for _ in range(8):
         after = after.knowing(Run(one, (1.1, 1.2, 1.3)))
-    assert before.gap(one) == pytest.approx(0.6) and after.gap(one) == pytest.approx(1.2, rel=0.03)
+    assert before.gap(one) == pytest.approx(0.6) and after.gap(one) == pytest.approx(1.2, rel=0.05)
     assert after.interval(one).half_width < 0.5 * before.interval(one).half_width
     assert after.interval(other) == before.interval(other) and after.gap(other) == pytest.approx(6.0)
     # what runs have measured is not corrected; without a run of a part, an error of the correction widens the interval
