@@ -1,8 +1,8 @@
 """Which matrices a parameter joins: the declaration that Muon, learning rates, LoRA targets, tensor parallelism and the
 weight maps of files go by.
 
-`linear_qkv` joins q, k and v, a gated `linear_fc1` gate and up. Files that have these apart, as those of most families,
-say the order of their names alone (`joined`).
+`linear_qkv` joins q, k and v, a gated `linear_fc1` gate and up. Files of most families have these apart, and say
+the order of their names alone (`joined`).
 """
 
 from __future__ import annotations

@@ -13,15 +13,15 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
+from ..chunks import wide
 from ..custom_op import Output, like, operation, register_gradient
-from ..wide import wide_dtype
 from . import log_probs
 from .log_probs import block_of_logits, spans
 from .op import scalar_tensor
 
 
 def _divergence(hidden: Tensor) -> tuple[Output, Output]:
-    dtype = wide_dtype(hidden)
+    dtype = wide(hidden)
     return like(hidden, (hidden.shape[0],), dtype), like(hidden, (2, hidden.shape[0]), dtype)
 
 
@@ -45,7 +45,7 @@ def linear_kl_fwd(
     multipliers of student and teacher, and the temperature. softcaps: scalars, as factors in the dtype of the
     KL. Differentiable once in hidden, weight and bias.
     """
-    dtype = wide_dtype(hidden)
+    dtype = wide(hidden)
     found, normalizers = (hidden.new_empty((*size, hidden.shape[0]), dtype=dtype) for size in ((), (2,)))
     for rows in spans(hidden.shape[0], chunk_tokens):
         total = hidden.new_full((2, len(hidden[rows])), -torch.inf, dtype=found.dtype)

@@ -20,9 +20,9 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from ..backend import definitions_only
+from ..chunks import wide
 from ..compiling import compiling
 from ..custom_op import FLOATS, INTEGERS, Output, absent, like, operation, register_gradient, takes
-from ..wide import wide_dtype
 from . import reference, rows
 from .reference import IGNORE_INDEX, output_logits, shift_labels
 
@@ -68,7 +68,7 @@ def _loss_and_gradients(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, wanted: list[bool], weight_grad_in_fp32: bool
 ) -> tuple[Output, ...]:
     weight_dtype = torch.promote_types(weight.dtype, torch.float32) if weight_grad_in_fp32 else weight.dtype
-    return like(hidden, (), wide_dtype(hidden)), *output_gradients(hidden, weight, bias, wanted, weight_dtype)
+    return like(hidden, (), wide(hidden)), *output_gradients(hidden, weight, bias, wanted, weight_dtype)
 
 
 def output_gradients(
@@ -100,7 +100,7 @@ def linear_cross_entropy_op(
     """Return the mean loss and the gradients of hidden, weight and bias that are `wanted` (the others empty), each in
     the dtype of its tensor, but for the weight's gradient where it is asked for in float32.
 
-    multiplier, softcap: scalars in `wide_dtype` on hidden's device. Numbers would be constants of the compiled graph:
+    multiplier, softcap: scalars in `wide` on hidden's device. Numbers would be constants of the compiled graph:
     under dynamic=True the compiler first makes a variable of a float, and compiles again when an op asks for its value.
     """
     from .chunked import loss_and_gradients
@@ -155,7 +155,7 @@ class _WholeLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, logits: Tensor, labels: Tensor) -> Tensor:
-        normalizer = torch.empty(logits.shape[0], dtype=wide_dtype(logits), device=logits.device)
+        normalizer = torch.empty(logits.shape[0], dtype=wide(logits), device=logits.device)
         for step in rows.rows_per_step(logits):
             torch.logsumexp(logits[step].to(normalizer.dtype), dim=-1, out=normalizer[step])
         target = logits.gather(1, rows.label_columns(labels))[:, 0].to(normalizer.dtype)
@@ -192,9 +192,9 @@ def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def scalar_tensor(value: float, like: Tensor) -> Tensor:
-    """Return a scalar of a number in `wide_dtype` of `like`, on its device."""
+    """Return a scalar of a number in `wide` of `like`, on its device."""
     # By a product: torch.full would ask for the value of what is a variable of the graph under dynamic=True.
-    return torch.ones((), dtype=wide_dtype(like), device=like.device) * value
+    return torch.ones((), dtype=wide(like), device=like.device) * value
 
 
 def linear_cross_entropy(

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from ..chunks import wide
 from ..gemm.accumulate import linear_accumulating
 from ..gemm.dense import linear
-from ..wide import wide
 
 IGNORE_INDEX = -100
 
@@ -54,7 +54,7 @@ def valid_count(labels: Tensor) -> Tensor:
 
 def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     """As the public function: the mean over valid tokens of `logsumexp(logits) - logits[label]`."""
-    total = F.cross_entropy(wide(logits), labels, ignore_index=IGNORE_INDEX, reduction="sum")
+    total = F.cross_entropy(logits.to(wide(logits)), labels, ignore_index=IGNORE_INDEX, reduction="sum")
     return total / valid_count(labels)
 
 

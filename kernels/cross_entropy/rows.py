@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ..wide import wide_dtype
+from ..chunks import wide
 from .reference import IGNORE_INDEX
 
 # Float32 elements of one step: 4 MiB, so that they stay in cache (measured: 0.5 to 16 MiB alike, 32 MiB 1.4x slower).
@@ -37,7 +37,7 @@ def loss_and_gradient_(
     scale: what the gradient of each loss is; None: logits are left alone. multiplier, softcap: None or, as scale,
     scalars in the dtype of the loss. Labels of -100 cost nothing.
     """
-    loss = logits.new_empty(logits.shape[0], dtype=wide_dtype(logits))
+    loss = logits.new_empty(logits.shape[0], dtype=wide(logits))
     valid, columns = labels != IGNORE_INDEX, label_columns(labels)
     for rows in rows_per_step(logits):
         z = logits[rows].to(loss.dtype, copy=True)

@@ -17,9 +17,9 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from ..chunks import wide
 from ..compiling import compiling
 from ..launch import on_accelerator
-from ..wide import wide_dtype
 from . import op, rows
 from .reference import IGNORE_INDEX
 
@@ -37,7 +37,7 @@ def shard_statistics(logits: Tensor, labels: Tensor, first: int, label_smoothing
     local = shard_labels(labels, first, logits.shape[1])
     here = (local >= 0) & (local < logits.shape[1])
     column = torch.where(here, local, 0)[:, None]
-    dtype = wide_dtype(logits)
+    dtype = wide(logits)
     target = torch.where(here, logits.gather(1, column)[:, 0].to(dtype), 0.0)
     if on_accelerator(logits) and dtype != torch.float64:
         normalizer = op.cross_entropy_fwd(logits, local)[1]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..wide import wide, wide_dtype
+from ..chunks import wide
 
 
 def _scale_and_round(
@@ -21,7 +21,7 @@ def _scale_and_round(
     if cast_order == "weight_last":
         gamma = weight + 1 if zero_centered else weight
         return gamma * x_hat.to(dtype)
-    gamma = wide(weight) + 1 if zero_centered else wide(weight)
+    gamma = weight.to(wide(weight)) + 1 if zero_centered else weight.to(wide(weight))
     return (gamma * x_hat).to(dtype)
 
 
@@ -30,7 +30,7 @@ def rms_norm(
 ) -> Tensor:
     """As the public function: `gamma * x / sqrt(mean(x^2) + eps)` over the last dimension."""
     # one use of x, whose gradient is then rounded once, and summed before what else x is used for adds to it
-    exact = x.view_as(x) if x.dtype is wide_dtype(x) else wide(x)
+    exact = x.view_as(x) if x.dtype is wide(x) else x.to(wide(x))
     x_hat = exact * torch.rsqrt(exact.square().mean(-1, keepdim=True) + eps)
     return _scale_and_round(x_hat, weight, zero_centered, cast_order, x.dtype)
 
@@ -48,7 +48,7 @@ def rms_norm_by(
 
     mean_square: [..., 1] float32, of the whole rows; the other arguments as for `rms_norm`.
     """
-    x_hat = wide(x) * torch.rsqrt(mean_square + eps)
+    x_hat = x.to(wide(x)) * torch.rsqrt(mean_square + eps)
     return _scale_and_round(x_hat, weight, zero_centered, cast_order, x.dtype)
 
 
@@ -63,15 +63,15 @@ def layer_norm(
 ) -> Tensor:
     """As the public function: `gamma * (x - mean) / sqrt(var + eps) + bias`, biased variance."""
     if cast_order == "weight_first":
-        gamma = wide(weight) + 1 if weight is not None and zero_centered else weight
-        gamma, beta = (None if t is None else t.to(wide_dtype(x)) for t in (gamma, bias))
-        return torch.nn.functional.layer_norm(wide(x), x.shape[-1:], gamma, beta, eps).to(x.dtype)
-    x_hat = torch.nn.functional.layer_norm(wide(x), x.shape[-1:], None, None, eps)
+        gamma = weight.to(wide(weight)) + 1 if weight is not None and zero_centered else weight
+        gamma, beta = (None if t is None else t.to(wide(x)) for t in (gamma, bias))
+        return torch.nn.functional.layer_norm(x.to(wide(x)), x.shape[-1:], gamma, beta, eps).to(x.dtype)
+    x_hat = torch.nn.functional.layer_norm(x.to(wide(x)), x.shape[-1:], None, None, eps)
     y = _scale_and_round(x_hat, weight, zero_centered, cast_order, x.dtype)
     return y if bias is None else y + bias
 
 
 def l2_norm(x: Tensor, eps: float) -> Tensor:
     """Return `x / sqrt(sum(x^2) + eps)` over the last dimension, in x's dtype; statistics as in norms. x: [..., H]."""
-    x_f = wide(x)
+    x_f = x.to(wide(x))
     return (x_f * torch.rsqrt(x_f.square().sum(-1, keepdim=True) + eps)).to(x.dtype)

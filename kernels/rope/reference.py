@@ -16,7 +16,7 @@ from torch import Tensor
 
 from te_models.suggestions import shown
 
-from ..wide import wide
+from ..chunks import wide
 
 
 def rope_tables(position_ids: Tensor, frequencies: Tensor, attention_factor: float = 1.0) -> tuple[Tensor, Tensor]:
@@ -42,7 +42,7 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, style: str = "half") -> Tens
     cos, sin = cos[:, :, None], sin[:, :, None]
     turning = x[..., :rotated]
     a, b = turning.chunk(2, dim=-1) if style == "half" else turning.unflatten(-1, (-1, 2)).unbind(-1)
-    a, b = wide(a), wide(b)
+    a, b = a.to(wide(a)), b.to(wide(b))
     # Rounding each half before joining them moves half the bytes of joining in float32.
     halves = (a * cos - b * sin).to(x.dtype), (b * cos + a * sin).to(x.dtype)
     if style == "half":

@@ -62,7 +62,7 @@ class Parts:
         return own * (1 + (self.together - 1) * share) + sum(b for b, it in zip(self.backward, has, strict=True) if it)
 
 
-class Run(NamedTuple):
+class MeasuredRun(NamedTuple):
     """An assignment that was run. formats: of each unit; gaps: of each seed, in percent."""
 
     formats: tuple[str, ...]
@@ -84,7 +84,7 @@ class Prediction:
     units: list[Unit]
     parts: Mapping[str, Parts]
     seeds: int
-    runs: tuple[Run, ...] = ()
+    runs: tuple[MeasuredRun, ...] = ()
 
     def cost(self, formats: Sequence[str]) -> float:
         """Return the relative GEMM time of an assignment, bf16 = 1."""
@@ -104,7 +104,7 @@ class Prediction:
         half = student(freedom) * math.hypot(spread * math.sqrt(2 / self.seeds), error)
         return Interval(self.gap(formats), math.hypot(half, 1.96 * math.sqrt(float(parts @ covariance @ parts))))
 
-    def knowing(self, run: Run) -> Prediction:
+    def knowing(self, run: MeasuredRun) -> Prediction:
         """Return the prediction that knows one run more."""
         return replace(self, runs=(*self.runs, run))
 
@@ -112,7 +112,7 @@ class Prediction:
     def corrections(self) -> _Corrections:
         """What runs of a part of the layers say, each format by itself."""
         prior = [max(abs(part.together - 1), _LEAST_ERROR) ** -2 for part in self.parts.values()]
-        precision = torch.tensor(prior, dtype=torch.float64).diag()
+        precision = torch.tensor(prior, dtype=torch.float64, device="cpu").diag()
         sums = torch.zeros(len(prior), dtype=torch.float64, device="cpu")
         for run in self.runs:
             parts = self._uncorrected(run.formats)
@@ -134,7 +134,7 @@ class Prediction:
     def _uncorrected(self, formats: Sequence[str]) -> Tensor:
         """Return [F]: what each format is predicted to lose, as far as its correction multiplies it."""
         found = {name: gap * (1 - share) for name, gap, share in self._lost(formats)}
-        return torch.tensor([found.get(name, 0.0) for name in self.parts], dtype=torch.float64)
+        return torch.tensor([found.get(name, 0.0) for name in self.parts], dtype=torch.float64, device="cpu")
 
     def _noise(self, formats: Sequence[str]) -> tuple[float, int]:
         """Return the standard deviation of a seed's gap over the runs that have one of the formats, and its degrees of

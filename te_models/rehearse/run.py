@@ -30,7 +30,7 @@ from .errors import Errors, format_errors
 from .formats import FORMATS, HIGH, RehearsedFormat, formats_of
 from .notebook import Notebook
 from .observe import Product, Unit, evenly, observe, unit_groups, units_of
-from .predict import Prediction, Run, cheapest_assignment, known_losses
+from .predict import MeasuredRun, Prediction, cheapest_assignment, known_losses
 from .result import MeasuredAssignment, Rehearsal, write_results
 from .search import Point
 from .setting import WEIGHTS, RehearsalOptions, Setting
@@ -114,7 +114,7 @@ class _Stages:
             )
             for f in formats
         }
-        runs = tuple(Run((name,) * len(units), tuple(values)) for name, values in gaps.items())
+        runs = tuple(MeasuredRun((name,) * len(units), tuple(values)) for name, values in gaps.items())
         prediction = Prediction(units, {name: parts[name] for name in gaps}, len(seeds), runs)
         tried = [
             self.assigned(prediction, Point(0.0, 0.0, (name,) * len(units)), gaps[name], f"all {name}") for name in gaps
@@ -279,7 +279,7 @@ class _Stages:
                     continue
                 before = self.assigned(prediction, point, gaps, f"search {number + 1}")
                 tried.append(before)
-                prediction = prediction.knowing(Run(point.formats, tuple(gaps)))
+                prediction = prediction.knowing(MeasuredRun(point.formats, tuple(gaps)))
             if before.measured.mean <= budget:
                 break
             # what the corrections take as noise would have the next assignment lose as much

@@ -10,9 +10,9 @@ import pytest
 from te_models.rehearse.effect import Interval, student
 from te_models.rehearse.observe import Unit
 from te_models.rehearse.predict import (
+    MeasuredRun,
     Parts,
     Prediction,
-    Run,
     cheapest_assignment,
     equal_cost,
     interpolated,
@@ -100,7 +100,9 @@ def test_the_choice_is_that_of_all_assignments() -> None:
         name: Parts(tuple(size * draw.random() for _ in them), (0.0,) * 6, together, 0.1)
         for name, size, together in (("mxfp8", 0.1, 1.0), ("nvfp4", 0.5, 1.0))
     }
-    runs = tuple(Run((name,) * 6, (gap - 0.1, gap, gap + 0.1)) for name, gap in (("mxfp8", 0.2), ("nvfp4", 1.2)))
+    runs = tuple(
+        MeasuredRun((name,) * 6, (gap - 0.1, gap, gap + 0.1)) for name, gap in (("mxfp8", 0.2), ("nvfp4", 1.2))
+    )
     prediction = Prediction(them, parts, seeds=3, runs=runs)
     every = list(itertools.product(("bf16", "mxfp8", "nvfp4"), repeat=6))
     for budget in (0.05, 0.3, 0.8):
@@ -119,12 +121,12 @@ def test_the_choice_is_that_of_all_assignments() -> None:
 def test_each_format_is_corrected_by_its_own_runs() -> None:
     """MXFP8 loses twice what it was predicted to: that says nothing of NVFP4, whose interval stays as wide."""
     parts = {name: Parts((gap / 6,) * 6, (0.0,) * 6, 1.0, 0.0) for name, gap in (("mxfp8", 1.2), ("nvfp4", 12.0))}
-    runs = (Run(("mxfp8",) * 6, (1.1, 1.2, 1.3)), Run(("nvfp4",) * 6, (11.0, 12.0, 13.0)))
+    runs = (MeasuredRun(("mxfp8",) * 6, (1.1, 1.2, 1.3)), MeasuredRun(("nvfp4",) * 6, (11.0, 12.0, 13.0)))
     before = Prediction(units(3), parts, seeds=3, runs=runs)
     one, other = (("bf16",) * 3 + (name,) * 3 for name in ("mxfp8", "nvfp4"))
-    after = before.knowing(Run(one, (1.1, 1.2, 1.3)))
+    after = before.knowing(MeasuredRun(one, (1.1, 1.2, 1.3)))
     for _ in range(8):
-        after = after.knowing(Run(one, (1.1, 1.2, 1.3)))
+        after = after.knowing(MeasuredRun(one, (1.1, 1.2, 1.3)))
     assert before.gap(one) == pytest.approx(0.6) and after.gap(one) == pytest.approx(1.2, rel=0.05)
     assert after.interval(one).half_width < 0.5 * before.interval(one).half_width
     assert after.interval(other) == before.interval(other) and after.gap(other) == pytest.approx(6.0)
