@@ -17,7 +17,7 @@ CHUNK = 64
 
 
 def wide(x: Tensor) -> torch.dtype:
-    """Return the dtype that rules compute in: float32, or float64 for float64."""
+    """Return the dtype in which rules, norms and losses compute: float32, or float64 for float64."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 

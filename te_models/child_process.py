@@ -43,8 +43,10 @@ spec.loader.exec_module(sys.modules[name])
 
 def import_path() -> list[str]:
     """Return `sys.path` without the current directory, the one that the process started in included, unless
-    PYTHONPATH names it in full, and without entries that are relative to it."""
-    named = set(os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    PYTHONPATH names it in full, or an installed package does (behind its own folder, as an editable one), and without
+    entries that are relative to it."""
+    packages = next((i for i, entry in enumerate(sys.path) if entry.endswith("site-packages")), len(sys.path))
+    named = {*os.environ.get("PYTHONPATH", "").split(os.pathsep), *sys.path[packages:]}
     here = {_STARTED_IN, _current_directory()}
     return [
         entry

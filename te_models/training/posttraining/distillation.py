@@ -38,6 +38,11 @@ def check_teacher(config: TrainConfig, model: ModelConfig) -> None:
     Token ids are compared where both folders, or `data.tokenizer`, have a tokenizer.json."""
     folder = Path(str(config.posttraining.teacher))
     where = f"posttraining.teacher is {folder}"
+    if not folder.is_dir():
+        raise ConfigError(
+            f"{where}, which is not a folder; allowed: a te_models or Hugging Face folder, such as `te-models import` "
+            "makes of a hub id"
+        )
     with open_checkpoint(folder, verify=False) as opened:
         teacher = opened.config
     if teacher.vocab_size != model.vocab_size:
