@@ -8,7 +8,7 @@ import hashlib
 import json
 import shlex
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,7 +39,7 @@ from ..seeding import restore_random_state
 from .checkpoint import TrainingState, load_state
 from .checks import VALUES, TrainingCheckpointError, check_random_state
 from .files import latest_checkpoint, list_checkpoints
-from .recipes import live_state, saved_recipe_state
+from .recipes import LayerState, saved_recipe_state
 
 if TYPE_CHECKING:
     from ...model import GPTModel
@@ -195,16 +195,17 @@ def set_newer_aside(checkpoint: Path, step: int, output_dir: Path) -> list[Path]
     return renamed
 
 
-def restore_generators(start: TrainingState, ranks: Ranks, model: GPTModel, dims: ParallelDims | None = None) -> None:
+def restore_generators(
+    start: TrainingState, ranks: Ranks, model: GPTModel, dims: ParallelDims, live: Mapping[str, LayerState]
+) -> None:
     """Restore this rank's random states and its recipes' live state. A rank that the checkpoint does not know keeps its
     own random states.
 
-    model: with the recipe state that it will have (`complete_recipe_state`). dims: the layout of the ranks; None: that
-    of the checkpoint, repeated or cut off. Raises TrainingCheckpointError where that
-    of the checkpoint is another.
+    dims: the layout of the ranks. live: the recipe state that the model will have (`complete_recipe_state`). Raises
+    TrainingCheckpointError where that of the checkpoint is another.
     """
     known = ranks.rank < start.world_size
-    state = saved_recipe_state(start, ranks.rank, dims, live_state(model))
+    state = saved_recipe_state(start, ranks.rank, dims, live)
     if start.parts is not None:
         from .sharded.checkpoint import read_private
 
