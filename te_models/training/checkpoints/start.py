@@ -103,12 +103,28 @@ def find_start(config: TrainConfig, output_dir: Path) -> Path | None:
                 f"resume_from is {config.resume_from!r}, which is not a folder; allowed: a checkpoint, such as those "
                 f"in {output_dir / 'checkpoints'} ({there})"
             )
+        _check_is_checkpoint(Path(config.resume_from))
         return Path(config.resume_from)
     if config.resume:
         return latest_checkpoint(output_dir)
     if (output_dir / METRICS).exists() or (output_dir / "checkpoints").exists():
         raise ConfigError(f"{output_dir} holds another run and resume is off; choose another output_dir")
     return None
+
+
+def _check_is_checkpoint(folder: Path) -> None:
+    """Raise ConfigError for the folder of a run, or of a model, which is no damaged checkpoint."""
+    run = folder.parent if folder.name == "checkpoints" else folder
+    if (newest := latest_checkpoint(run)) is not None:
+        raise ConfigError(
+            f"resume_from is {str(folder)!r}, the folder of a run; allowed: one of its checkpoints, of which {newest} "
+            "is the newest"
+        )
+    if (folder / "config.json").is_file() and not (folder / VALUES).exists():
+        raise ConfigError(
+            f"resume_from is {str(folder)!r}, the folder of a model, without the optimizer's state; allowed: a "
+            "checkpoint, or model.path for a run that begins with this model"
+        )
 
 
 _FREE = {

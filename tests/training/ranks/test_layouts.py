@@ -206,6 +206,16 @@ def test_another_schedule_continues_bit_for_bit(case: Case, runs: Runs) -> None:
     assert_continues_as(case, runs)
 
 
+@pytest.mark.slow
+def test_layers_draw_the_same_random_bits_under_every_schedule(tmp_path: Path) -> None:
+    """From the first step on, whichever stage a layer is in."""
+    runs, schedules = Runs(tmp_path, steps=2), ("pp2", "pp2 Interleaved1F1B", "pp2 ZBVZeroBubble", "pp2 DualPipeV")
+    first, *others = [Case("deep", "nvfp4", schedule) for schedule in schedules]
+    runs.on_ranks([first, *others], 2)
+    for case in others:
+        assert_same_bits(*(tensors_under(runs.output_dir(its) / "final") for its in (case, first)))
+
+
 def assert_continues_as(case: Case, runs: Runs) -> None:
     (whole,) = case.before()
     again, before = (tensors_under(runs.output_dir(c) / "final") for c in (case, whole))
