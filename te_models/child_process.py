@@ -34,7 +34,7 @@ def _current_directory() -> str:
 _STARTED_IN = _current_directory()
 _starting = threading.Lock()
 """Held while a process starts. A fork at that moment would keep open the pipe that tells the thread which starts it
-that it has, and the thread would wait for the end of the fork, which may wait for what the thread is to make."""
+that it has, and the thread would wait for the end of the fork. The fork may wait for what the thread is to make."""
 os.register_at_fork(before=_starting.acquire, after_in_parent=_starting.release, after_in_child=_starting.release)
 _MODULE = """
 import importlib.util, json, sys

@@ -42,7 +42,7 @@ class Guess:
     flight: float
 
     def memory(self, activations: float) -> float:
-        """Return the bytes at the highest point, where activations are so many times `flight`."""
+        """Return the bytes at the highest point, where activations are `activations` times `flight`."""
         return self.state + activations * self.flight
 
     @classmethod

@@ -64,7 +64,7 @@ Told = Callable[[int, int], object]
 """Is told how many plans of how many are made."""
 
 ENOUGH, MOST = 12, 60
-"""Layouts are planned until so many fit, or so many are planned."""
+"""How many layouts that fit end the search, and how many that are planned."""
 
 
 @dataclass

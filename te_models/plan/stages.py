@@ -64,7 +64,7 @@ class _Measured:
         return _Measured(self.rank.plus(other.rank, factor), stages)
 
     def of_stage(self, place: int, instead_of: int) -> _Measured:
-        """Return what was measured of one stage as that of another one, which is alike. Both are places of stages."""
+        """Return what was measured of one stage as if of another one that is alike. Both are places of stages."""
         stages = list(self.stages)
         stages[place], stages[instead_of] = stages[instead_of], stages[place]
         return _Measured(self.rank, stages)

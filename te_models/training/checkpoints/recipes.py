@@ -3,7 +3,7 @@
 It has the name of the layer that it belongs to: `recipe.LAYER.NAME`, whichever rank or pipeline stage has the layer.
 Scales and histories are the layer's, and of distributed experts each expert's. What ranks that have the same layer do
 not share is in as many rows: the stream of each rank's random bits, the amaxes that it has recorded since the last
-update of scales, and scales that no rank shares, those of experts of several copies and of `reduce_amax = False`.
+update of scales, and scales that no rank shares: of experts with several copies, and of `reduce_amax = False`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class LayerState(NamedTuple):
 
     def part(self, dims: ParallelDims, rank: int, rows: int | None = None, of: range | None = None) -> LocalPart:
         """Return the rank's part of the whole entry, as it is saved. rows: of a checkpoint, whose rows `of` it is;
-        None: those of this layout; 0: it has none."""
+        None: as in this layout; 0: it has no rows."""
         count, own = self.rows(dims, rank)
         if rows is None:
             rows, of = (count, range(own, own + 1)) if self.per_rank else (0, None)

@@ -113,7 +113,7 @@ def find_start(config: TrainConfig, output_dir: Path) -> Path | None:
 
 
 def _check_is_checkpoint(folder: Path) -> None:
-    """Raise ConfigError for the folder of a run, or of a model, which is no damaged checkpoint."""
+    """Raise ConfigError for the folder of a run, or of a model: neither is a damaged checkpoint."""
     run = folder.parent if folder.name == "checkpoints" else folder
     if (newest := latest_checkpoint(run)) is not None:
         raise ConfigError(

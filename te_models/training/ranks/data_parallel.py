@@ -114,7 +114,7 @@ def _store_of_this_start(store: Any, rank: int, world_size: int, timeout: timede
 
     Agents keep one store over all restarts, and a rank that read an address there which a rank of the start before had
     written was refused the connection. No variable says which start it is: agents count restarts each for itself. So
-    each rank asks under a number of its own, and rank 0 answers with that of this start until every rank has said that
+    each rank asks under a number that no other has, and rank 0 answers with its number until every rank has said that
     it knows it; an answer to a rank that is gone does no harm."""
     own, until = secrets.token_hex(8), time.monotonic() + timeout.total_seconds()
     if rank != 0:
