@@ -150,6 +150,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "expert_model_parallel_size": 2,
         "use_distributed_optimizer": True,
     },
+    "pp2 cp2 DualPipeV zero": {
+        **SCHEDULES["pp2 DualPipeV"],
+        "context_parallel_size": 2,
+        "use_distributed_optimizer": True,
+    },
+    "zero4": {"use_distributed_optimizer": True},
     "ep2 quantized": {"expert_model_parallel_size": 2, "expert_dispatch": "all_to_all_quantized"},
 }
 """Layouts with options that do not go with every model, recipe and optimizer."""
@@ -173,6 +179,8 @@ DATA_RANKS = dict.fromkeys([*SCHEDULES, "pp2 split", "pp2 ZBVZeroBubble balanced
     "pp2 cp2 Interleaved1F1B": 1,
     "pp2 tp2 sp": 1,
     "pp2 tp2 sp ZBVZeroBubble": 1,
+    "pp2 cp2 DualPipeV zero": 1,
+    "zero4": 4,
     "fsdp4": 4,
     "fsdp4 kept over 2": 4,
     "hsdp 2x2": 4,
