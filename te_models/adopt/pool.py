@@ -124,9 +124,9 @@ def read_leniently(family: Family, values: Mapping[str, Any]) -> tuple[Values, l
     return found, refused
 
 
-def from_paths(paths: Mapping[str, Any], base: Mapping[str, Any] | None = None) -> ModelConfig:
-    """Return the configuration of these paths; ConfigError where there is none. base: nested values before them."""
-    nested: dict[str, Any] = copied_tables(base or {})
+def from_paths(paths: Mapping[str, Any]) -> ModelConfig:
+    """Return the configuration of these paths; ConfigError where there is none."""
+    nested: dict[str, Any] = {}
     for path, value in paths.items():
         *parents, leaf = path.split(".")
         at = nested
