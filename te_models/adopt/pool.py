@@ -139,8 +139,3 @@ def from_paths(paths: Mapping[str, Any]) -> ModelConfig:
         return ModelConfig.from_dict(nested)
     except (TypeError, KeyError, AttributeError) as error:
         raise ConfigError(str(error)) from None
-
-
-def copied_tables(values: Any) -> Any:
-    """Return nested dictionaries copied."""
-    return {k: copied_tables(v) for k, v in values.items()} if isinstance(values, Mapping) else values
