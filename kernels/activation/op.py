@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from te_models.suggestions import shown
+from te_models.suggestions import check_choice
 
 from ..backend import definitions_only
 from ..cpu_rows import activate_rows
@@ -120,5 +120,4 @@ def in_one_pass(x: Tensor, kind: ActivationKind, probabilities: Tensor | None) -
 
 
 def check_name(name: str) -> None:
-    if name not in ACTIVATIONS:
-        raise ValueError(f"the activation is {shown(name)}; allowed: {', '.join(map(repr, ACTIVATIONS))}")
+    check_choice("the activation", name, ACTIVATIONS)

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from te_models.suggestions import shown
+from te_models.suggestions import check_choice
 
 from ..backend import definitions_only
 from ..cpu_rows import apply_rope as rotate_rows
@@ -92,8 +92,7 @@ def rope_frequencies(
     model's). sequence_length: int64 scalar tensor, read by "dynamic" and "longrope" only, without a host
     synchronisation; None means a short sequence. Raises ValueError for an unknown scaling or a missing argument.
     """
-    if scaling not in SCALINGS:
-        raise ValueError(f"scaling is {shown(scaling)}; allowed: {', '.join(map(repr, SCALINGS))}")
+    check_choice("scaling", scaling, SCALINGS)
     if scaling == "proportional":
         return _proportional(head_dim, base, rotary_percent, factor or 1.0, device), 1.0
     rotated = int(head_dim * rotary_percent)
