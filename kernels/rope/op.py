@@ -18,10 +18,6 @@ from ..backend import definitions_only
 from ..cpu_rows import apply_rope as rotate_rows
 from ..custom_op import FLOATS, like, operation, register_gradient, takes
 from . import reference
-from .reference import rope_tables
-
-__all__ = ["apply_rope", "rope", "rope_frequencies", "rope_tables"]
-
 
 _TAKES = takes(
     f"x: {FLOATS} [B, S, N, D]; cos: float32 [C, S, P]; sin: float32 [C, S, P]; C == B or C == 1; 2 * P <= D"
