@@ -77,7 +77,7 @@ def activation(x: Tensor, name: str, *, probabilities: Tensor | None = None) -> 
     x: [..., F]; name: a key of ACTIVATIONS. Raises ValueError for another name.
     """
     check_name(name)
-    return differentiable(x, ActivationKind(name), probabilities)
+    return activated_by_kind(x, ActivationKind(name), probabilities)
 
 
 def gated_activation(
@@ -96,10 +96,10 @@ def gated_activation(
     again: so a mixture can weight its rows before the second projection. Raises ValueError for an unknown name.
     """
     check_name(name)
-    return differentiable(x, ActivationKind(name, True, clamp, alpha, up_offset), probabilities)
+    return activated_by_kind(x, ActivationKind(name, True, clamp, alpha, up_offset), probabilities)
 
 
-def differentiable(x: Tensor, kind: ActivationKind, probabilities: Tensor | None) -> Tensor:
+def activated_by_kind(x: Tensor, kind: ActivationKind, probabilities: Tensor | None) -> Tensor:
     """Return the activation of x, by the kernel or the definition."""
     if x.device.type == "cuda" and not definitions_only() and not TAKES.misfit(x, probabilities, kind):
         return activation_fwd(x, probabilities, *kind)

@@ -120,7 +120,7 @@ class Activation:
         return self._forward(x, probabilities)
 
     def _forward(self, x: Tensor, probabilities: Tensor | None) -> Tensor:
-        return op.differentiable(x, self._kind(), probabilities)
+        return op.activated_by_kind(x, self._kind(), probabilities)
 
     def stored(self, x: Tensor) -> Tensor:
         """Return what is stored of an input for `backward`."""
