@@ -53,6 +53,19 @@ def gated_delta_rule(
     if cu_seqlens is None:
         out, states = chunked.gated_delta_rule(q, k, v, g, beta, factor, initial_state, starts_of(documents))
         return out.to(v.dtype), states[-1]
+    return _of_documents(q, k, v, g, beta, factor, initial_state, cu_seqlens)
+
+
+def _of_documents(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor,
+) -> tuple[Tensor, Tensor]:
     leads = None
     if initial_state is not None:
         leads = writers_of(initial_state, k.shape[2], wide(q))
@@ -62,7 +75,7 @@ def gated_delta_rule(
 
     def rule(*parts: Tensor) -> tuple[Tensor, Tensor]:
         q, k, v, g, beta, starts = parts
-        return chunked.gated_delta_rule(q, k, v, g, beta, factor, None, starts)
+        return chunked.gated_delta_rule(q, k, v, g, beta, scale, None, starts)
 
     out, states = of_documents(rule, (q, k, v, g, beta), leads, cu_seqlens, wide(q))
     return out.to(v.dtype), states
