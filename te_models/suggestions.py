@@ -6,7 +6,7 @@ A leaf module: it imports nothing of the project.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 _MOST = 3
 _LONGEST = 300
@@ -54,6 +54,12 @@ def did_you_mean(word: object, allowed: Iterable[str]) -> str:
 def _end(name: str) -> str:
     """Return the last part of a dotted name, without the dashes of an option."""
     return name.lstrip("-").rpartition(".")[2]
+
+
+def check_choice(option: str, value: object, allowed: Collection[object]) -> None:
+    """Raise ValueError unless an option has one of the allowed values."""
+    if value not in allowed:
+        raise ValueError(f"{option} is {shown(value)}; allowed: {', '.join(map(repr, allowed))}")
 
 
 def shown(value: object) -> str:

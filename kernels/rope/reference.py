@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from te_models.suggestions import shown
+from te_models.suggestions import check_choice
 
 from ..chunks import wide
 
@@ -30,8 +30,7 @@ def rope_tables(position_ids: Tensor, frequencies: Tensor, attention_factor: flo
 
 def check_rope(x: Tensor, cos: Tensor, style: str) -> None:
     """Raise ValueError for a style that does not exist or tables wider than x."""
-    if style not in ("half", "interleaved"):
-        raise ValueError(f"style is {shown(style)}; allowed: 'half', 'interleaved'")
+    check_choice("style", style, ("half", "interleaved"))
     if 2 * cos.shape[-1] > x.shape[-1]:
         raise ValueError(f"the tables rotate {2 * cos.shape[-1]} channels, but x has {x.shape[-1]}")
 

@@ -79,7 +79,7 @@ def test_the_objective_is_the_definition(tmp_path: Path, alpha: float) -> None:
     labels[:, 4:9] = -100
     batch, weight = Batch(ids, labels, None, documents), torch.tensor(0.75)
     objective = Distillation(config, teacher, compiled=False)
-    loss, terms = objective.loss(student, *batch, weight, **objective.inputs(batch))
+    loss, terms = objective.loss(student, batch, weight, **objective.inputs(batch))
 
     places = {"document_ids": documents}
     output = student(ids, labels=labels, **places)
