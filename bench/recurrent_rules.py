@@ -1,4 +1,5 @@
-"""The gated delta rule and Mamba-2's scan on CPU beside transformers' functions, and what models of them cost.
+"""The gated delta rule, with a decay for each head or each channel, and Mamba-2's scan on CPU beside transformers'
+functions, and what models of them cost.
 
     python -m bench.recurrent_rules [--part NAME ...] [--rounds 5] [--update]
 
@@ -6,7 +7,8 @@ rules   forward and backward of one sequence of 512 or 4,096 tokens, float32, bo
         chunks is unrolled by the compiler, 64 chunks of 4,096 tokens for longer than the bench may take: there
         the peer is its function compiled for 512 tokens, called for each 512 with the state so far, or the one of
         eager code, whichever is faster. `growth` is our time of 4,096 tokens over that of 512, 8 for a linear cost.
-decode  one token with the state so far, eagerly, at the sizes of Qwen3-Next and of Mamba-2 with 2.7 billion weights.
+decode  one token with the state so far, eagerly, at the sizes of Qwen3-Next, of Kimi Linear and of Mamba-2 with 2.7
+        billion weights.
 step    the train step of a small qwen3_next, against transformers' compiled one, as bench.train_step does it, or where
         that does not compute the same losses, its eager one.
 first   seconds of processor time until the first train step is done, in a new process with empty caches, of the hybrid
@@ -20,6 +22,7 @@ the parts that ran into the file, each with its commit.
 from __future__ import annotations
 
 import argparse
+import functools
 import statistics
 import sys
 import tempfile
@@ -30,6 +33,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers.models.kimi_linear.modeling_kimi_linear import (
+    chunk_kimi_delta_attention,
+    recurrent_kimi_delta_attention,
+)
 from transformers.models.mamba2.modeling_mamba2 import mamba2_chunk_scan, mamba2_selective_state_update
 from transformers.models.qwen3_next.modeling_qwen3_next import (
     torch_chunk_gated_delta_rule,
@@ -52,15 +59,13 @@ CALLS = 50
 Inputs = tuple[Tensor, ...]
 
 
-def delta_inputs(tokens: int, key_heads: int = 4, heads: int = 8, channels: int = 64) -> Inputs:
+def delta_inputs(
+    tokens: int, key_heads: int = 4, heads: int = 8, channels: int = 64, *, by_channel: bool = False
+) -> Inputs:
     """q, k, v, g and beta."""
     q, k = (l2_normed(torch.randn(1, tokens, key_heads, channels)) for _ in "qk")
-    v, g = torch.randn(1, tokens, heads, channels), -F.softplus(torch.randn(1, tokens, heads))
-    return q, k, v, g, torch.rand(1, tokens, heads)
-
-
-def delta_peer(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
-    return torch_chunk_gated_delta_rule(q, k, v, g=g, beta=beta, initial_state=state, output_final_state=True)
+    v, g = torch.randn(1, tokens, heads, channels), torch.randn(1, tokens, heads, *([channels] if by_channel else []))
+    return q, k, v, -F.softplus(g), torch.rand(1, tokens, heads)
 
 
 def delta_in_pieces(compiled: Callable[..., Any]) -> Callable[..., Tensor]:
@@ -76,12 +81,17 @@ def delta_in_pieces(compiled: Callable[..., Any]) -> Callable[..., Tensor]:
     return run
 
 
-def delta_peers(tokens: int) -> dict[str, Callable[..., Tensor]]:
+def delta_peers(rule: Callable[..., Any], tokens: int) -> dict[str, Callable[..., Tensor]]:
+    """rule: transformers' function."""
+
+    def peer(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
+        return rule(q, k, v, g=g, beta=beta, initial_state=state, output_final_state=True)
+
     if tokens == TOKENS[0]:
-        return {"compiled": torch.compile(lambda *x: delta_peer(*x, None)[0])}
+        return {"compiled": torch.compile(lambda *x: peer(*x, None)[0])}
     return {
-        "compiled in pieces": delta_in_pieces(torch.compile(delta_peer)),
-        "eager": lambda *x: delta_peer(*x, None)[0],
+        "compiled in pieces": delta_in_pieces(torch.compile(peer)),
+        "eager": lambda *x: peer(*x, None)[0],
     }
 
 
@@ -99,7 +109,16 @@ def scan_peer(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor)
 RULES: dict[
     str, tuple[Callable[..., Inputs], Callable[..., Any], Callable[[int], dict[str, Callable[..., Tensor]]]]
 ] = {
-    "gated_delta": (delta_inputs, lambda *x: gated_delta_rule(*x)[0], delta_peers),
+    "gated_delta": (
+        delta_inputs,
+        lambda *x: gated_delta_rule(*x)[0],
+        functools.partial(delta_peers, torch_chunk_gated_delta_rule),
+    ),
+    "gated_delta_by_channel": (
+        lambda tokens: delta_inputs(tokens, 8, by_channel=True),
+        lambda *x: gated_delta_rule(*x)[0],
+        functools.partial(delta_peers, chunk_kimi_delta_attention),
+    ),
     "mamba2": (scan_inputs, lambda *x: state_space_scan(*x)[0], lambda _: {"compiled": torch.compile(scan_peer)}),
 }
 
@@ -153,6 +172,7 @@ def decode(rounds: int) -> dict[str, Any]:
     """Compare one token with the state so far."""
     torch.manual_seed(0)
     delta, scan = delta_inputs(1, 16, 32, 128), scan_inputs(1, 80, 128)
+    by_channel = delta_inputs(1, 32, 32, 128, by_channel=True)
     state, of_scan = torch.randn(1, 32, 128, 128), torch.randn(1, 80, 64, 128)
     x, dt, A, B, C, D = scan
     rows = {"A": A[:, None, None].expand(80, 64, 128), "D": D[:, None].expand(80, 64)}
@@ -162,11 +182,14 @@ def decode(rounds: int) -> dict[str, Any]:
         steps = dt[:, 0, :, None].expand(1, 80, 64)
         return mamba2_selective_state_update(after, x[:, 0], steps, rows["A"], B[:, 0], C[:, 0], rows["D"]), after
 
-    q, k, v, g, beta = delta
     cases: dict[str, dict[str, Callable[[], Any]]] = {
         "gated_delta": {
             "ours": lambda: gated_delta_rule(*delta, initial_state=state),
-            "peer": lambda: torch_recurrent_gated_delta_rule(q, k, v, g, beta, state, True),
+            "peer": lambda: torch_recurrent_gated_delta_rule(*delta, state, True),
+        },
+        "gated_delta_by_channel": {
+            "ours": lambda: gated_delta_rule(*by_channel, initial_state=state),
+            "peer": lambda: recurrent_kimi_delta_attention(*by_channel, state, True),
         },
         "mamba2": {"ours": lambda: state_space_scan(*scan, initial_state=of_scan), "peer": peer_scan},
     }

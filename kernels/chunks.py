@@ -17,7 +17,7 @@ CHUNK = 64
 
 
 def wide(x: Tensor) -> torch.dtype:
-    """Return the dtype that rules compute in: float32, or float64 for float64."""
+    """Return the dtype in which rules, norms and losses compute: float32, or float64 for float64."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
@@ -47,12 +47,12 @@ class Marks(NamedTuple):
     passes: Tensor | None = None
 
 
-def marks_of(starts: Tensor | None, device: torch.device, size: int = CHUNK) -> Marks:
+def marks_of(starts: Tensor | None, device: torch.device) -> Marks:
     """Return the marks of rows. starts: [B, T] bool, where a document begins with a state of zeros; None: nowhere."""
-    causal = torch.ones(size, size, dtype=torch.bool, device=device).tril()
+    causal = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=device).tril()
     if starts is None:
         return Marks(causal)
-    number = chunks_of(starts.long()[:, :, None], size).cumsum(-1)
+    number = chunks_of(starts.long()[:, :, None]).cumsum(-1)
     last = number[..., -1:]
     return Marks(
         causal & (number[..., :, None] == number[..., None, :]), number == 0, number == last, last[..., 0] == 0

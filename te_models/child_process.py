@@ -14,6 +14,7 @@ import contextlib
 import json
 import os
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,6 +32,10 @@ def _current_directory() -> str:
 
 
 _STARTED_IN = _current_directory()
+_starting = threading.Lock()
+"""Held while a process starts. A fork at that moment would keep open the pipe that tells the thread which starts it
+that it has, and the thread would wait for the end of the fork. The fork may wait for what the thread is to make."""
+os.register_at_fork(before=_starting.acquire, after_in_parent=_starting.release, after_in_child=_starting.release)
 _MODULE = """
 import importlib.util, json, sys
 _, paths, name, folder = sys.argv
@@ -43,8 +48,10 @@ spec.loader.exec_module(sys.modules[name])
 
 def import_path() -> list[str]:
     """Return `sys.path` without the current directory, the one that the process started in included, unless
-    PYTHONPATH names it in full, and without entries that are relative to it."""
-    named = set(os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    PYTHONPATH names it in full, or an installed package does (behind its own folder, as an editable one), and without
+    entries that are relative to it."""
+    packages = next((i for i, entry in enumerate(sys.path) if entry.endswith("site-packages")), len(sys.path))
+    named = {*os.environ.get("PYTHONPATH", "").split(os.pathsep), *sys.path[packages:]}
     here = {_STARTED_IN, _current_directory()}
     return [
         entry
@@ -64,6 +71,13 @@ def leave_current_directory() -> None:
         os.environ["PYTHONPATH"] = os.pathsep.join(entry for entry in entries if Path(entry).is_absolute())
 
 
+def _start(command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
+    import subprocess
+
+    with _starting:
+        return subprocess.Popen(command, **options)
+
+
 def run_module(
     module: str, text: str, *, told: Callable[[str], object] | None = None
 ) -> subprocess.CompletedProcess[str]:
@@ -79,7 +93,7 @@ def run_module(
         asked.write(text)
         asked.seek(0)
         errors = []
-        with subprocess.Popen(command, stdin=asked, stdout=printed, stderr=subprocess.PIPE, text=True) as process:
+        with _start(command, stdin=asked, stdout=printed, stderr=subprocess.PIPE, text=True) as process:
             assert process.stderr is not None
             for line in process.stderr:
                 if not line.startswith(_TOLD):
@@ -104,7 +118,7 @@ def start_script(file: str, arguments: Sequence[str], environment: Mapping[str, 
     new session: Ctrl-C is this process's to answer. Pipes lead to its standard input and output. Raises OSError."""
     import subprocess
 
-    return subprocess.Popen(
+    return _start(
         [sys.executable, "-I", file, *arguments, json.dumps(import_path())],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -134,7 +148,7 @@ def run_program(
     import tempfile
 
     with tempfile.TemporaryFile(dir=folder) as output:  # no pipe: what the program left running could keep it open
-        process = subprocess.Popen(
+        process = _start(
             command,
             cwd=folder,
             stdin=subprocess.DEVNULL,

@@ -153,7 +153,8 @@ def compare_logits(
 def load_theirs(folder: str | os.PathLike[str], dtype: torch.dtype) -> Any:
     """Load a folder with transformers, from the disk only, and without running code that the folder brings.
 
-    Attention is the eager one, as the model says: the others of transformers may leave soft-capping out.
+    Attention is the eager one, as the model says: the others of transformers may leave soft-capping out. So are the
+    experts: the others refuse widths whose rows are not multiples of 16 bytes.
     Raises ValueError where transformers cannot read the folder, say because of its quantized format.
     """
     transformers = require("transformers", "hf", feature="the comparison")
@@ -161,7 +162,7 @@ def load_theirs(folder: str | os.PathLike[str], dtype: torch.dtype) -> Any:
         config = _their_config(folder)
         texts = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
         auto = transformers.AutoModelForCausalLM if texts else transformers.AutoModelForImageTextToText
-        how = {"attn_implementation": "eager", "use_safetensors": True, **_OPTIONS}
+        how = {"attn_implementation": "eager", "experts_implementation": "eager", "use_safetensors": True, **_OPTIONS}
         model = auto.from_pretrained(folder, config=config, dtype=dtype, **how)
     except Exception as error:
         if isinstance(error, OSError) and error.errno is not None:  # the system's; the others are transformers' own

@@ -18,7 +18,7 @@ import weakref
 from array import array
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 from te_models.checkpoints.folder.special_tokens import hf_config, model_tokens, named_tokens
 
@@ -360,11 +360,7 @@ def _end(process: subprocess.Popen[Any]) -> None:
     """End a process, whatever it does."""
     for pipe in (process.stdin, process.stdout):
         assert pipe is not None
-        _close(pipe)
+        with contextlib.suppress(OSError):
+            pipe.close()
     process.kill()
     process.wait()
-
-
-def _close(pipe: BinaryIO | Any) -> None:
-    with contextlib.suppress(OSError):
-        pipe.close()

@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from te_models.config import ModelConfig
 
 from ..io.errors import CheckpointError
-from ..mapping.layout_ops import Concat, Rows, Stack, Transpose
+from ..mapping.blocks import joined
+from ..mapping.layout_ops import Rows, Stack, Transpose
 from .base.common import ACTIVATIONS, Dropouts, PaddingIdx, layer_norm_entries
 from .base.family import Family
 from .base.fields import Field, Fixed, HFConfig, Nullable, OneOf, Only, OwnEntry, Values, read_typed, shorten_value
@@ -33,7 +34,8 @@ class FlatExperts:
             [Rows(f"{at}{self.at}{name}", e * rows, len(experts) * rows) for e in experts]
             for name in ("w1", "v1", "w2")
         )
-        yield f"{ours}linear_fc1.weight", Stack(*(Concat((g, rows), (u, rows)) for g, u in zip(gate, up, strict=True)))
+        fc1 = f"{ours}linear_fc1.weight"
+        yield fc1, Stack(*(joined(config, fc1, *parts) for parts in zip(gate, up, strict=True)))
         yield f"{ours}linear_fc2.weight", Stack(*map(Transpose, down))
 
 

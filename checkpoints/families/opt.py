@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from .base.common import Dropouts, decoder_fields, layer_norm_entries
 from .base.family import Family
-from .base.fields import Field, Only, SameAs, Spread, fixed
+from .base.fields import Field, Fixed, Only, SameAs, Spread, fixed
 from .base.names import Names, form_within
 from .gpt_neox import SameHeadDim
 
@@ -41,6 +41,7 @@ OPT = Family(
         *fixed({"norm.layernorm_epsilon": 1e-5, "mlp.gated": False}),
         Spread("enable_bias", ("mlp.bias", "attention.add_qkv_bias", "attention.add_output_bias"), True),
         *fixed({"embedding.position_embedding_type": "learned_absolute", "embedding.position_offset": 2}),
+        Fixed("embedding.positions_from_mask", True),
         SameAs("word_embed_proj_dim", "hidden_size", "hidden_size", 768),  # else projections lie around the layers
         Only("do_layer_norm_before", True),
         Only("_remove_final_layer_norm", False),

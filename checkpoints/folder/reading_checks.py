@@ -43,7 +43,8 @@ def check_while_reading(folder: Path, store: FileStore, *, ours: bool) -> None:
     records = read_manifest(folder, limit=64 * (len(store.tensors) + len(store.paths)) + 10_000)
     _check_weights(store, records)
     edited = []
-    for name in _small_files(folder, store, records):
+    for name in (n for n in records if n not in store.paths and (folder / n).exists()):
+        # weights aside; a file that was removed is missed by who needs it
         try:
             _check_small(name, file_inside(folder, name, MANIFEST), records[name])
         except _EditedError:
@@ -75,11 +76,6 @@ def _check_weights(store: FileStore, records: Mapping[str, FileRecord]) -> None:
                 f"{_SKIP}"
             )
         check_joint_digest(file, record, held)
-
-
-def _small_files(folder: Path, store: FileStore, records: Mapping[str, FileRecord]) -> list[str]:
-    """Return the listed files that there are, weights aside; one that was removed is missed by who needs it."""
-    return [name for name in records if name not in store.paths and (folder / name).exists()]
 
 
 def _check_small(name: str, path: Path, record: FileRecord) -> None:

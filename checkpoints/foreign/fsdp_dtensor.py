@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping
 from te_models.config import ModelConfig
 
 from ..families.base.family import HasShape
-from ..io.errors import CheckpointError
-from ..mapping.layout_ops import At, Concat, Layout, Stack
+from ..mapping.blocks import joined
+from ..mapping.layout_ops import At, Layout, Stack
 from ..mapping.param_shapes import expected_tensors
 from .megatron import MEGATRON, check_covered, named_norm, placed
 from .system import System
@@ -31,20 +31,19 @@ def _weights(config: ModelConfig, found: Mapping[str, HasShape] | None) -> Itera
             continue
         rest, at = match[2], f"decoder.layers.{match[1]}."
         if rest.startswith("mlp.experts."):
-            yield name, Stack(*(_halves(n, shape[1:], rest, config) for n in _experts(rest, at, shape[0], found)))
+            yield name, Stack(*(_halves(config, name, n) for n in _experts(rest, at, shape[0], found)))
         elif _GATED.fullmatch(rest):
-            yield name, _halves(at + rest, shape, rest, config)
+            yield name, _halves(config, name, at + rest)
         else:
             layout = placed(config, int(match[1]), rest, at)
             yield name, At(named_norm(at, rest, found)) if layout == At(at + rest) else layout
 
 
-def _halves(name: str, shape: tuple[int, ...], rest: str, config: ModelConfig) -> Layout:
-    if not config.mlp.gated or ".linear_fc1." not in rest:
+def _halves(config: ModelConfig, ours: str, name: str) -> Layout:
+    """Return where a parameter, or an expert's part of it, is stored: gate and up apart. ours: its name."""
+    if not config.mlp.gated or ".linear_fc1." not in ours:
         return At(name)
-    if shape[0] % 2:
-        raise CheckpointError(f"{rest} has {shape[0]} rows; allowed in a gated MLP: an even number")
-    return Concat((At(f"{name}_w"), shape[0] // 2), (At(f"{name}_v"), shape[0] // 2))
+    return joined(config, ours, At(f"{name}_w"), At(f"{name}_v"))
 
 
 def _experts(rest: str, at: str, count: int, found: Mapping[str, HasShape] | None) -> list[str]:

@@ -15,6 +15,7 @@ from te_models.config import AttentionConfig, ModelConfig
 
 from ..families.base.family import HasShape
 from ..io.errors import CheckpointError
+from ..mapping.blocks import joined
 from ..mapping.layout_ops import At, Concat, Layout, Rows, Stack
 from ..mapping.param_shapes import expected_tensors, head_sizes
 from .layouts import Member
@@ -63,12 +64,9 @@ def placed(config: ModelConfig, layer: int, rest: str, at: str) -> Layout:
         return grouped_rows(attention, at + rest)
     if part == "self_attention.linear_qkv_down" and kind in ("weight", "bias"):
         assert attention is not None and attention.mla is not None, "the layer has it"
-        mla = attention.mla
-        q_rows = mla.q_lora_rank or attention.num_attention_heads * (mla.qk_head_dim + mla.qk_pos_emb_head_dim)
-        q = "linear_q_proj" if mla.q_lora_rank is None else "linear_q_down_proj"
-        theirs = f"{at}self_attention."
-        kv = At(f"{theirs}linear_kv_down_proj.{kind}"), mla.kv_lora_rank + mla.qk_pos_emb_head_dim
-        return Concat((At(f"{theirs}{q}.{kind}"), q_rows), kv)
+        q = "linear_q_proj" if attention.mla.q_lora_rank is None else "linear_q_down_proj"
+        names = (f"{at}self_attention.{part}.{kind}" for part in (q, "linear_kv_down_proj"))
+        return joined(config, f"decoder.layers.{layer}.{rest}", *map(At, names))
     if part == "self_attention.linear_qkv_down":  # its norm; Megatron applies it before both
         return At(f"{at}input_layernorm.{kind.removeprefix('layer_norm_')}")
     for ours, theirs in _LATENT.items():
@@ -102,14 +100,14 @@ def _weights(config: ModelConfig, found: Mapping[str, HasShape] | None) -> Itera
         layer, rest = int(match[1]), match[2]
         at = f"decoder.layers.{layer}." if apart else "decoder.layers."
         if rest.startswith("mlp.experts."):
-            layout = _experts(rest, at, config, found)
+            layout = _experts(layer, rest, at, config, found)
         else:
             layout = placed(config, layer, rest, at)
             layout = At(named_norm(at, rest, found)) if layout == At(at + rest) else layout
         yield name, layout if apart else Member(layout, layer, layers)
 
 
-def _experts(rest: str, at: str, config: ModelConfig, found: Mapping[str, HasShape] | None) -> Layout:
+def _experts(layer: int, rest: str, at: str, config: ModelConfig, found: Mapping[str, HasShape] | None) -> Layout:
     """Of all experts in one tensor, or of each in its own (`singleton_local_shards`), gate and up apart."""
     assert config.moe is not None, "the layer has experts"
     part, _, kind = rest.removeprefix("mlp.experts.").rpartition(".")
@@ -119,8 +117,8 @@ def _experts(rest: str, at: str, config: ModelConfig, found: Mapping[str, HasSha
     names = [f"{at}mlp.experts.experts.{e}.{part}.{kind}" for e in range(config.moe.num_moe_experts)]
     if f"{first}_w" not in found:
         return Stack(*map(At, names))
-    rows = config.moe.moe_ffn_hidden_size
-    return Stack(*(Concat((At(f"{name}_w"), rows), (At(f"{name}_v"), rows)) for name in names))
+    whole = f"decoder.layers.{layer}.{rest}"
+    return Stack(*(joined(config, whole, At(f"{name}_w"), At(f"{name}_v")) for name in names))
 
 
 def _is_other(name: str) -> bool:

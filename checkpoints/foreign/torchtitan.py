@@ -15,7 +15,8 @@ from te_models.config import ModelConfig
 from ..families.base.family import HasShape
 from ..families.base.names import Names, Weights
 from ..io.errors import CheckpointError
-from ..mapping.layout_ops import At, Concat, Layout
+from ..mapping.blocks import joined
+from ..mapping.layout_ops import At, Layout
 from ..mapping.param_shapes import head_sizes
 from .layouts import InterleavedHeads
 from .system import System, is_optimizer
@@ -27,8 +28,8 @@ class _Experts:
 
     def weights(self, config: ModelConfig, ours: str, at: str) -> Weights:
         assert config.moe is not None, "called for MoE layers only"
-        rows, w = config.moe.moe_ffn_hidden_size, f"{at}moe.experts.w"
-        yield f"{ours}linear_fc1.weight", Concat((At(f"{w}1"), rows), (At(f"{w}3"), rows), dim=1)
+        fc1, w = f"{ours}linear_fc1.weight", f"{at}moe.experts.w"
+        yield fc1, joined(config, fc1, At(f"{w}1"), At(f"{w}3"), dim=1)
         yield f"{ours}linear_fc2.weight", At(f"{w}2")
 
 
@@ -58,14 +59,13 @@ def _weights(config: ModelConfig, found: Mapping[str, HasShape] | None) -> Itera
             "torchtitan's checkpoints are read and written of models with plain attention (llama3, qwen3); this one "
             "has latent attention, another mixer, a gate, or biases of q, k and v"
         )
-    heads, groups, size = head_sizes(attention)
+    heads, groups, _ = head_sizes(attention)
     pairs = attention.qk_layernorm == "none" and config.rope.style == "half"
     for name, layout in _NAMES.weights(config):
         if pairs and name.endswith(".linear_qkv.weight"):
             at = f"layers.{name.split('.')[2]}.attention."
             q, k = InterleavedHeads(f"{at}wq.weight", heads), InterleavedHeads(f"{at}wk.weight", groups)
-            rows = groups * size
-            yield name, Concat((q, heads * size), (k, rows), (At(f"{at}wv.weight"), rows))
+            yield name, joined(config, name, q, k, At(f"{at}wv.weight"))
         else:
             yield name, layout
 

@@ -18,8 +18,9 @@ from te_models.config import ModelConfig
 from ..families.base.family import HasShape
 from ..io.boxes import Shape
 from ..io.errors import CheckpointError, shorten
-from ..mapping.layout_ops import At, Concat, Layout, Stack
-from ..mapping.param_shapes import expected_tensors, head_sizes
+from ..mapping.blocks import joined
+from ..mapping.layout_ops import At, Layout, Stack
+from ..mapping.param_shapes import expected_tensors
 from .megatron import check_covered, grouped_rows
 from .system import System, is_optimizer
 
@@ -98,8 +99,7 @@ def _weights(
         if match is not None:
             at = f"{around.layers}{match[1]}."
             if match[2] in ("self_attention.linear_qkv.weight", "self_attention.linear_qkv.bias"):
-                kind = match[2].rpartition(".")[2]
-                yield name, _qkv(config, f"{at}self_attention.", kind, found, interleaved)
+                yield name, _qkv(config, name, f"{at}self_attention.", found, interleaved)
             else:
                 yield name, _in_layer(at, match[2], shape, found, grouped)
         elif name.startswith("embedding.word"):
@@ -124,14 +124,13 @@ def _in_layer(at: str, rest: str, shape: Shape, found: Mapping[str, HasShape] | 
     raise CheckpointError(f"Transformer Engine's TransformerLayer has no {rest}, and this model has")
 
 
-def _qkv(config: ModelConfig, at: str, kind: str, found: Mapping[str, HasShape] | None, interleaved: bool) -> Layout:
-    heads, groups, size = head_sizes(config.attention)
+def _qkv(config: ModelConfig, ours: str, at: str, found: Mapping[str, HasShape] | None, interleaved: bool) -> Layout:
+    kind = ours.rpartition(".")[2]
     modules = [f"{at}layernorm_qkv.", f"{at}qkv."]
     for module in modules if found is not None else ():
         if found is not None and f"{module}query_{kind}" in found:
-            rows = (heads * size, groups * size, groups * size)
             names = (f"{module}{part}_{kind}" for part in ("query", "key", "value"))
-            return Concat(*((At(name), its) for name, its in zip(names, rows, strict=True)))
+            return joined(config, ours, *map(At, names))
     module = next((m for m in modules if found is not None and m + kind in found), modules[0])
     return grouped_rows(config.attention, module + kind) if interleaved else At(module + kind)
 

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from ..io.boxes import Box, Range, Shape, full
 from ..io.errors import CheckpointError, quote
-from ..io.header import TensorInfo, byte_count
 from ..io.store import FilesSeen, FileStore
 from ..io.strict_json import parse_object
 from .format import MixedFormat, Part, WeightFormat, one_of
@@ -82,19 +81,14 @@ class _Values(FilesSeen):
     """Files of which some tensors are seen as the values that they stand for."""
 
     def __init__(self, files: FileStore, states: Mapping[str, _State]) -> None:
-        self._files, self._states = files, {f"{weight}_values": (weight, state) for weight, state in states.items()}
-        self.metadata, self.file_of = files.metadata, dict(files.file_of)
+        self._states = states
         hidden = {f"{weight}.{kind}" for weight in states for kind in _BESIDE} | {*states}
         hidden |= {state.name for state in states.values()}
-        self.tensors = {name: info for name, info in files.tensors.items() if name not in hidden}
-        for name, (weight, state) in self._states.items():
-            self.tensors[name] = TensorInfo("F32", state.shape, 0, byte_count("F32", state.shape))
-            self.file_of[name] = files.file_of[weight]
+        super().__init__(files, {f"{w}_values": (w, "F32", state.shape) for w, state in states.items()}, hidden)
 
-    def read(self, name: str, box: Box) -> Tensor:
-        if name not in self._states:
-            return self._files.read(name, box)
-        (weight, state), (rows, columns) = self._states[name], box
+    def compute(self, name: str, box: Box) -> Tensor:
+        weight, (rows, columns) = self._seen[name][0], box
+        state = self._states[weight]
         width = state.shape[1]
         begin, end = rows.start * width, rows.stop * width
         packed = self._flat(weight, begin // 2, -(-end // 2)).int()
@@ -118,6 +112,3 @@ class _Values(FilesSeen):
         groups = torch.arange(begin, end, device="cpu") // state.nested_size
         own = self._files.view(f"{weight}.nested_absmax").float().flatten()[groups]
         return self._files.view(f"{weight}.nested_quant_map").float().flatten()[stored.long()] * own + state.offset
-
-    def can_read_bytes(self, name: str) -> bool:
-        return name not in self._states and self._files.can_read_bytes(name)

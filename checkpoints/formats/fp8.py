@@ -29,7 +29,7 @@ from te_models.layers.quantizer import (
 )
 
 from ..families.base.fields import shorten_value
-from ..io.boxes import Box, full
+from ..io.boxes import Box
 from ..io.errors import CheckpointError
 from ..io.store import FilesSeen, FileStore
 from .format import FLOAT_SCALES, WHOLE, Entries, MixedFormat, Part, WeightFormat, is_e4m3, one_of
@@ -205,21 +205,11 @@ def seen_scales(files: FileStore, declared: WeightFormat | MixedFormat, weights:
 
 
 class NamedScales(FilesSeen):
-    """Files of which some tensors are seen under other names: `seen` gives the name in the files of each."""
+    """Files of which some tensors are seen under other names: `names` gives the name in the files of each."""
 
-    def __init__(self, files: FileStore, seen: Mapping[str, str]) -> None:
-        self._files, self._seen = files, seen
-        hidden = {*seen.values()}
-        self.metadata, self.file_of = files.metadata, dict(files.file_of)
-        self.tensors = {name: info for name, info in files.tensors.items() if name not in hidden}
-        for name, stored in seen.items():
-            self.tensors[name], self.file_of[name] = files.tensors[stored], files.file_of[stored]
+    def __init__(self, files: FileStore, names: Mapping[str, str]) -> None:
+        infos = {name: files.tensors[stored] for name, stored in names.items()}
+        super().__init__(files, {name: (names[name], info.dtype, info.shape) for name, info in infos.items()})
 
-    def read(self, name: str, box: Box) -> Tensor:
-        return self._files.read(self._seen.get(name, name), box)
-
-    def view(self, name: str) -> Tensor:
-        return self.read(name, full(self.tensors[name].shape))
-
-    def can_read_bytes(self, name: str) -> bool:
-        return name not in self._seen and self._files.can_read_bytes(name)
+    def compute(self, name: str, box: Box) -> Tensor:
+        return self._files.read(self._seen[name][0], box)

@@ -20,7 +20,7 @@ from torch import Tensor
 from ..io.boxes import Box, Range, Shape
 from ..io.dtypes import torch_dtype
 from ..io.errors import CheckpointError
-from ..io.header import TensorInfo, byte_count
+from ..io.header import TensorInfo
 from ..io.store import FilesSeen, FileStore
 from ..mapping.plan import OutputTensor
 from .format import CodePacking, MixedFormat, WeightFormat
@@ -67,18 +67,11 @@ def seen_by_rows(files: FileStore, declared: WeightFormat | MixedFormat) -> File
 
 
 class _Rows(FilesSeen):
-    """Files of which some tensors are seen as rows: `seen` gives the file's name of each."""
+    """Files of which some tensors are seen as rows: `names` gives the file's name of each."""
 
-    def __init__(self, files: FileStore, seen: Mapping[str, str], packing: CodePacking) -> None:
-        self._files, self._seen, self._packing = files, seen, packing
-        self.metadata, self.file_of = files.metadata, dict(files.file_of)
-        hidden = {*seen.values()}
-        self.tensors = {name: info for name, info in files.tensors.items() if name not in hidden}
-        for name, source in seen.items():
-            info = files.tensors[source]
-            dtype, shape = self._seen_as(source, info)
-            self.tensors[name] = TensorInfo(dtype, shape, 0, byte_count(dtype, shape))
-            self.file_of[name] = files.file_of[source]
+    def __init__(self, files: FileStore, names: Mapping[str, str], packing: CodePacking) -> None:
+        self._packing = packing
+        super().__init__(files, {n: (its, *self._seen_as(its, files.tensors[its])) for n, its in names.items()})
 
     def _seen_as(self, source: str, info: TensorInfo) -> tuple[str, Shape]:
         kind, p = source.rpartition(".")[2], self._packing
@@ -93,10 +86,8 @@ class _Rows(FilesSeen):
             return "U8", (second * p.per_word, first)
         return "I32", (second, first) if p.along_rows else (second * p.per_word, first // p.per_word)
 
-    def read(self, name: str, box: Box) -> Tensor:
-        if name not in self._seen:
-            return self._files.read(name, box)
-        source, p = self._seen[name], self._packing
+    def compute(self, name: str, box: Box) -> Tensor:
+        source, p = self._seen[name][0], self._packing
         kind = source.rpartition(".")[2]
         if kind == "g_idx":
             return self._files.read(source, box)
@@ -113,9 +104,6 @@ class _Rows(FilesSeen):
             return codes + p.less  # to 16 of four bits
         in_order = CodePacking(p.bits, tuple(range(p.per_word)), True)
         return pack_columns(codes.contiguous(), in_order)
-
-    def can_read_bytes(self, name: str) -> bool:
-        return name not in self._seen and self._files.can_read_bytes(name)
 
 
 def column_name(weight: str, part: str) -> str:

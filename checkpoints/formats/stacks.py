@@ -7,12 +7,9 @@ along `in` (the second dimension then), names the scales `X_weight_scale`, and h
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from torch import Tensor
 
 from ..io.boxes import Box, Shape, slices
-from ..io.header import TensorInfo, byte_count
 from ..io.store import FilesSeen, FileStore
 from ..mapping.tensor_map import Namespace
 from .format import MixedFormat, Part, WeightFormat
@@ -34,7 +31,7 @@ def stacked_name(weight: str, part: Part) -> str:
 
 def seen_upright(files: FileStore, high_precision: Namespace, declared: WeightFormat | MixedFormat) -> FileStore:
     """Return the files with the parts of such weights as [E, out, in], [E], and the names of the other formats."""
-    seen: dict[str, tuple[str, Shape]] = {}
+    seen: dict[str, tuple[str, str, Shape]] = {}
     for weight, shape in stacks(high_precision, declared).items():
         weight_format = declared.of(weight)
         assert weight_format is not None, "stacks have a format"
@@ -46,34 +43,19 @@ def seen_upright(files: FileStore, high_precision: Namespace, declared: WeightFo
                 continue  # named when the tensors are matched
             if part.block is not None and len(info.shape) == 3:
                 upright = (info.shape[0], info.shape[2], info.shape[1])
-                seen[weight + part.suffix] = stacked_name(weight, part), upright
+                seen[weight + part.suffix] = stacked_name(weight, part), info.dtype, upright
             elif part.block is None and info.shape in ((), (1,)):
-                seen[weight + part.suffix] = stacked_name(weight, part), shape[:1]
+                seen[weight + part.suffix] = stacked_name(weight, part), info.dtype, shape[:1]
     return _Seen(files, seen) if seen else files
 
 
 class _Seen(FilesSeen):
-    """Files of which some tensors have another name and shape: `seen` gives the file's name and the shape: [E, out, in]
-    for a stack that lies as [E, in, out], and [E] for one number."""
+    """Files of which some tensors have another name and shape: [E, out, in] for a stack that lies as [E, in, out], and
+    [E] for one number."""
 
-    def __init__(self, files: FileStore, seen: Mapping[str, tuple[str, Shape]]) -> None:
-        self._files, self._seen = files, seen
-        self.metadata, self.file_of = files.metadata, dict(files.file_of)
-        hidden = {source for source, _ in seen.values()}
-        self.tensors = {name: info for name, info in files.tensors.items() if name not in hidden}
-        for name, (source, shape) in seen.items():
-            dtype = files.tensors[source].dtype
-            self.tensors[name] = TensorInfo(dtype, shape, 0, byte_count(dtype, shape))
-            self.file_of[name] = files.file_of[source]
-
-    def read(self, name: str, box: Box) -> Tensor:
-        if name not in self._seen:
-            return self._files.read(name, box)
-        source, shape = self._seen[name]
+    def compute(self, name: str, box: Box) -> Tensor:
+        source, _, shape = self._seen[name]
         if len(shape) == 1:
             return self._files.view(source).reshape(1).expand(shape)[slices(box)]
         experts, rows, columns = box
         return self._files.read(source, (experts, columns, rows)).transpose(-1, -2)
-
-    def can_read_bytes(self, name: str) -> bool:
-        return name not in self._seen

@@ -201,7 +201,7 @@ def check_manifest(folder: str | Path, *, progress: Callable[[int, int], None] |
                     edited.append(name)
                 continue
             if record.of_weights:
-                found = _like(record, path, lane, moved)
+                found = record_of(path, lane, moved, **_kinds(record))
             else:
                 found = FileRecord(file_digest(path), record.size)
             _check_record(name, record, found)
@@ -209,9 +209,9 @@ def check_manifest(folder: str | Path, *, progress: Callable[[int, int], None] |
     return len(records.keys() - edited)
 
 
-def _like(record: FileRecord, path: Path, lane: Lane, moved: Callable[[int], None]) -> FileRecord:
-    """Return the record of a weight file with digests of the same kind as `record` has."""
-    return record_of(path, lane, moved, whole=bool(record.sha256), rows_per_part=record.rows_per_part)
+def _kinds(record: FileRecord) -> dict[str, Any]:
+    """Return what `record_of` takes for digests of the same kinds as `record` has."""
+    return {"whole": bool(record.sha256), "rows_per_part": record.rows_per_part}
 
 
 def _names(folder: Path) -> Iterator[str]:
@@ -237,27 +237,18 @@ def _check_record(name: str, record: FileRecord, found: FileRecord, manifest: st
     raise CheckpointError(f"{name} does not have the SHA-256 that {manifest} says; {what} was changed or damaged")
 
 
-def record_files(
-    paths: Mapping[str, Path],
-    moved: Callable[[int], None] = lambda nbytes: None,
-    *,
-    like: Mapping[str, FileRecord] | None = None,
-) -> dict[str, FileRecord]:
+def record_files(paths: Mapping[str, Path], *, like: Mapping[str, FileRecord] | None = None) -> dict[str, FileRecord]:
     """Return the records of files as they are now, by the names given; records of safetensors files list their tensors.
 
-    Arguments:
-        moved: called with the number of bytes of each buffer read from a safetensors file.
-        like: records by the same names, of an earlier release perhaps, whose kinds of digests safetensors files get.
+    like: records by the same names, of an earlier release perhaps, whose kinds of digests safetensors files get.
     """
     records = {}
     with Lane() as lane:
         for name, path in paths.items():
             if path.suffix != ".safetensors":
                 records[name] = FileRecord(file_digest(path), path.stat().st_size)
-            elif like is None:
-                records[name] = record_of(path, lane, moved)
             else:
-                records[name] = _like(like[name], path, lane, moved)
+                records[name] = record_of(path, lane, **({} if like is None else _kinds(like[name])))
     return records
 
 

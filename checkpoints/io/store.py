@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, Self
@@ -19,10 +19,10 @@ from typing import Any, Protocol, Self
 from te_models.lazy import torch
 
 from .box_reads import read_box
-from .boxes import Box, full, slices
+from .boxes import Box, Shape, full, slices
 from .dtypes import bit_width, dtype_name, torch_dtype
 from .errors import CheckpointError, quote
-from .header import Header, TensorInfo, read_header
+from .header import Header, TensorInfo, byte_count, read_header
 
 
 class Store(Protocol):
@@ -241,13 +241,33 @@ class FileStore(Closing):
 
 
 class FilesSeen(FileStore):
-    """Base of what shows the tensors of files, `_files`, otherwise than they lie there. A subclass says whose bytes can
-    be read as they lie."""
+    """Tensors of files, of which some are seen otherwise than they lie there: those a subclass computes."""
 
-    _files: FileStore
+    def __init__(
+        self, files: FileStore, seen: Mapping[str, tuple[str, str, Shape]], hidden: Collection[str] | None = None
+    ) -> None:
+        """seen: name -> the file's tensor that it is made of, and its dtype and shape. hidden: tensors that are not
+        seen; None: those that the others are made of."""
+        self._files, self._seen = files, seen
+        hidden = {source for source, _, _ in seen.values()} if hidden is None else hidden
+        self.metadata, self.file_of = files.metadata, dict(files.file_of)
+        self.tensors = {name: info for name, info in files.tensors.items() if name not in hidden}
+        for name, (source, dtype, shape) in seen.items():
+            self.tensors[name] = TensorInfo(dtype, shape, 0, byte_count(dtype, shape))
+            self.file_of[name] = files.file_of[source]
 
     def close(self) -> None:
         self._files.close()
+
+    def read(self, name: str, box: Box) -> torch.Tensor:
+        return self.compute(name, box) if name in self._seen else self._files.read(name, box)
+
+    def compute(self, name: str, box: Box) -> torch.Tensor:
+        """Return a region of a tensor of `seen`."""
+        raise NotImplementedError
+
+    def can_read_bytes(self, name: str) -> bool:
+        return name not in self._seen and self._files.can_read_bytes(name)
 
     def read_into(self, name: str, begin: int, buffer: memoryview) -> None:
         self._files.read_into(name, begin, buffer)

@@ -70,6 +70,15 @@ def expected_tensors(config: ModelConfig, layout: ExpertLayout = "grouped") -> d
     return names
 
 
+def shape_of(config: ModelConfig, name: str) -> Shape:
+    """Return the shape of a parameter in the layout "grouped". Raises CheckpointError where the model has none of this
+    name."""
+    shape = _grouped(config).get(name)
+    if shape is None:
+        raise CheckpointError(f"this model has no parameter {name}")
+    return shape
+
+
 def is_expert_stack(name: str) -> bool:
     """Whether a grouped-layout name is a stack over experts, the only thing in which the layouts differ."""
     return ".mlp.experts." in name

@@ -1,16 +1,15 @@
 """Which part of a parameter a rank of a split model owns: ranges of indices along one dimension, or two.
 
 Tensor parallelism splits the first projection of attention and of an MLP by rows, the second by columns. A projection
-that joins several (q, k and v; gate and up) is split in each of them, so that a rank has whole heads and matching gate
-and up rows. Embedding and output layer are split by words, of which ranks may have one fewer. Of latent attention, the
-projection down to the latents is on every rank. Expert parallelism gives each rank consecutive whole experts; tensor
-parallelism may split these further.
+that joins several (q, k and v; gate and up) is split in each of them (`blocks`), so that a rank has whole heads and
+matching gate and up rows. Embedding and output layer are split by words, of which ranks may have one fewer. Of latent
+attention, the projection down to the latents is on every rank. Expert parallelism gives each rank consecutive whole
+experts; tensor parallelism may split these further.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -19,6 +18,7 @@ from te_models.lazy import later
 
 from ..io.boxes import Shape
 from ..io.errors import CheckpointError
+from .blocks import split_blocks
 from .param_shapes import is_expert_stack
 
 if TYPE_CHECKING:
@@ -34,15 +34,6 @@ else:
 Ranges = tuple[tuple[int, int], ...]
 Cuts = Mapping[int, Ranges]
 """Dimension -> the ranges (begin, end) of it that are meant, one after the other; all of the others."""
-
-_LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
-_ATTENTION = re.compile(
-    r".*\.self_attention\.(linear_qkv\.(weight|bias)|linear_(q|kv)_up\.weight|linear_proj\.weight|"
-    r"(q|k)_layernorm\.weight|core_attention\..*|head_gate\.weight|qkv_bias)"
-)
-_VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight", "output_layer.bias")
-_MLP = re.compile(r".*\.mlp\.(shared_experts\.|experts\.)?linear_(fc1\.(weight|bias)|fc2\.weight)(\d*)")
-_SHARED_USE = re.compile(r".*\.shared_use\.(?:(fc1)_up|qkv_up\.\d+)\.weight")
 
 
 @dataclass(frozen=True)
@@ -160,7 +151,7 @@ def _part(config: ModelConfig, name: str, shape: Shape, place: ShardPlace) -> Ra
     if place.ep_size > 1 and is_expert_stack(name):
         own = shape[0] // place.ep_size
         experts = (place.ep_rank * own, (place.ep_rank + 1) * own)
-    split = _split(config, name, shape) if ranks > 1 else None
+    split = split_blocks(config, name, shape) if ranks > 1 else None
     if split is None:
         return RankPart(experts=experts)
     dim, blocks = split
@@ -170,82 +161,3 @@ def _part(config: ModelConfig, name: str, shape: Shape, place: ShardPlace) -> Ra
         ranges.append((offset + first, offset + end))
         offset += size
     return RankPart(dim, tuple(ranges), experts)
-
-
-def joined_blocks(config: ModelConfig, name: str, shape: Shape) -> dict[str, int]:
-    """Return the rows of each matrix that a weight [out, in], or a stack of them, joins, by name: "q", "k", "v" and
-    "gate" of attention, "gate" and "up" of an MLP, "q" and "kv" of a projection to latents, "kv" and "gate" of a
-    compressor of keys, and the numbers of what a mixer joins; nothing for a weight that is one matrix. shape: of the
-    whole parameter."""
-    dim = len(shape) - 2
-    if dim < 0:
-        return {}
-    layer = _layer_of(config, name)
-    attention = config.attention_of(layer)
-    if name.endswith(".linear_qkv_down.weight"):
-        assert attention is not None, "the layer has its parameters"
-        if attention.mla is not None:
-            latent = attention.mla.kv_lora_rank + attention.mla.qk_pos_emb_head_dim
-        else:
-            latent = attention.key_channels
-        return {"q": shape[dim] - latent, "kv": latent}
-    if name.endswith("compressor.linear_in.weight"):
-        return {"kv": shape[dim] // 2, "gate": shape[dim] // 2}
-    split = _split(config, name, shape)
-    if split is None or split[0] != dim or sum(split[1]) != shape[dim] or len(split[1]) < 2:
-        return {}
-    names: Iterable[str] = map(str, range(len(split[1])))
-    if name.endswith(".self_attention.linear_qkv.weight") and attention is not None:
-        names = attention.qkv_blocks(own_keys=config.kv_source(layer) is None)
-    elif _MLP.fullmatch(name) is not None:
-        names = ("gate", "up")
-    return dict(zip(names, split[1], strict=True))
-
-
-def _layer_of(config: ModelConfig, name: str) -> int:
-    """Return the number of a layer that has such parameters. Layers that predict further tokens are of the last one's
-    kind; a shared block has the attention of the layers that use it."""
-    match = _LAYER.match(name)
-    if match is None and config.shared_blocks is not None:
-        return config.shared_blocks.layers[0]
-    return config.num_layers - 1 if match is None else int(match[1])
-
-
-def _split(config: ModelConfig, name: str, shape: Shape) -> tuple[int, tuple[int, ...]] | None:
-    """Return the dimension that is split and the blocks along it; None for what every rank has."""
-    if name in _VOCABULARY:
-        return 0, (shape[0],)
-    layer = _layer_of(config, name)
-    _, found, within = name.partition(".mixer.")
-    if found:
-        mixer = config.mixer_of(layer)
-        assert mixer is not None, "the layer has its parameters"
-        its = next(p for p in mixer.parameters(config.hidden_size) if p.name == within)
-        return (its.dim, its.blocks) if its.blocks else None
-    match, attention = _ATTENTION.fullmatch(name), config.attention_of(layer)
-    if match is not None and attention is not None:
-        rows = attention.qkv_rows(own_keys=config.kv_source(layer) is None)
-        if "_layernorm" in match[1] and attention.qk_layernorm == "head":
-            return None  # one norm for every head
-        norm_of_each = attention.qk_layernorm == "each_head" and "_layernorm" in match[1]
-        if norm_of_each or "_up" in match[1] or "head_gate" in match[1]:
-            return 0, (shape[0],)
-        if match[1] == "qkv_bias":
-            return 0, rows[:-1]
-        if not match[1].startswith("linear_qkv"):
-            dim = len(shape) - 1
-            return dim, (shape[dim],)
-        return 0, rows
-    match = _MLP.fullmatch(name)
-    if match is None:
-        adapter = _SHARED_USE.fullmatch(name)
-        return None if adapter is None else (0, _equal(shape[0], 2 if adapter[1] and config.mlp.gated else 1))
-    if match[2] == "fc2.weight":
-        dim, blocks = len(shape) - 1, 1
-    else:
-        dim, blocks = len(shape) - (2 if match[3] == "weight" else 1), 2 if config.mlp.gated else 1
-    return dim, _equal(shape[dim], blocks)
-
-
-def _equal(rows: int, blocks: int) -> tuple[int, ...]:
-    return (rows // blocks,) * blocks

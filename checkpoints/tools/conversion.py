@@ -103,8 +103,6 @@ class Conversion:
             **self._options,
         )
 
-    def write_te_folder(
-        self, plan: ConversionPlan, layout: ExpertLayout, source: HFSource | None, store: Store | None = None
-    ) -> ConversionPlan:
+    def write_te_folder(self, plan: ConversionPlan, layout: ExpertLayout, source: HFSource | None) -> ConversionPlan:
         """Carry out a plan of a folder of ours with the model of the source; see `write`."""
-        return self.write(plan, TEFolder(layout, self.ckpt.config, source).to_bytes(), store=store)
+        return self.write(plan, TEFolder(layout, self.ckpt.config, source).to_bytes())

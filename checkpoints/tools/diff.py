@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 from te_models.lazy import torch
 
-from ..families.base.family import differing_values
 from ..folder.checkpoint import Checkpoint
 from ..folder.passthrough import our_names
 from ..io.buffers import Ring
@@ -20,7 +19,15 @@ from ..mapping.param_shapes import expected_tensors
 from ..mapping.parameters import StoredParameters
 from ..mapping.plan import OutputTensor, copy_of
 from .conversion import PathLike
-from .verify import VerifyReport, canonical_outputs, compare_bits, equal_parts, open_pair, output_layers
+from .verify import (
+    VerifyReport,
+    canonical_outputs,
+    compare_bits,
+    differing_config,
+    equal_parts,
+    open_pair,
+    output_layers,
+)
 
 if TYPE_CHECKING:
     from ..quantized.dequantized_store import ValueStore
@@ -80,7 +87,7 @@ def diff(a: PathLike, b: PathLike, *, progress: Progress | None = None) -> DiffR
     """
     report = DiffReport()
     with open_pair(a, b) as (left, right):
-        report.config |= differing_values(left.config.to_dict(), right.config.to_dict())
+        report.config |= differing_config(left, right)
         shapes, other = expected_tensors(left.config), expected_tensors(right.config)
         common = [name for name in shapes if shapes[name] == other.get(name)]
         for name in {**shapes, **other}:

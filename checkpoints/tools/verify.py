@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from te_models.lazy import torch
 from te_models.sizes import plural
 
-from ..families.base.family import differing_values
+from ..families import FAMILIES
+from ..families.base.family import differing_fields, differing_values
 from ..folder.checkpoint import Checkpoint, open_checkpoint
 from ..folder.passthrough import our_names
 from ..folder.provenance import differing_scales
 from ..io.boxes import intersect
 from ..io.buffers import Ring
 from ..io.dtypes import FLOATS, bit_width, joint_dtype, torch_dtype
-from ..io.errors import shown_untrusted
+from ..io.errors import CheckpointError, shown_untrusted
 from ..io.threads import Progress
 from ..mapping.plan import OutputTensor, copy_of
 from ..mapping.quantized_format import SUFFIXES
@@ -68,7 +69,7 @@ def verify(a: PathLike, b: PathLike, *, progress: Progress | None = None) -> Ver
     """
     report = VerifyReport()
     with open_pair(a, b) as (left, right):
-        for path, (mine, theirs) in differing_values(left.config.to_dict(), right.config.to_dict()).items():
+        for path, (mine, theirs) in differing_config(left, right).items():
             report.add(f"config: {path}: {shown_untrusted(mine)} and {shown_untrusted(theirs)}")
         for difference in differing_scales(left, right):
             report.add(difference)
@@ -97,6 +98,20 @@ def verify(a: PathLike, b: PathLike, *, progress: Progress | None = None) -> Ver
             if progress is not None:
                 progress(report.bytes, total)
     return report
+
+
+def differing_config(left: Checkpoint, right: Checkpoint) -> dict[str, tuple[Any, Any]]:
+    """Return the fields of the model configuration that differ -> both values. Between a folder of ours and a Hugging
+    Face folder, what config.json has no word for does not differ, such as the tokens that a router loss compares."""
+    found = differing_values(left.config.to_dict(), right.config.to_dict())
+    if found and left.kind != right.kind:
+        ours, hf = (left, right) if right.kind == "hf" else (right, left)
+        family = FAMILIES[hf.family or ""]
+        with suppress(CheckpointError):  # of a model that the family cannot express everything counts
+            said = family.read_config(family.write_config(ours.config), mtp=hf.config.mtp_num_layers > 0)
+            other = differing_fields(said.to_dict(), hf.config.to_dict())
+            found = {path: values for path, values in found.items() if path in other}
+    return found
 
 
 def canonical_outputs(ckpt: Checkpoint) -> dict[str, OutputTensor]:

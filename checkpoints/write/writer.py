@@ -47,7 +47,6 @@ def write_weights(
     journal: Journal | None = None,
     shared: SharedDigests | None = None,
     progress: Progress | None = None,
-    files_at_once: int | None = None,
     file_digests: bool = False,
 ) -> dict[str, FileRecord]:
     """Write all files, and an index where there is more than one; return file name -> record.
@@ -55,10 +54,9 @@ def write_weights(
     Arguments:
         journal: of an earlier run that was killed; files that it finished are checked and kept.
         shared: gets the digests of the parts of all outputs.
-        files_at_once: default: as many as there are processor cores, at most MAX_FILES_AT_ONCE.
         file_digests: hash the bytes of each file as a whole, too, see `FileRecord`.
     """
-    at_once = files_at_once or min(cores(), MAX_FILES_AT_ONCE)
+    at_once = min(cores(), MAX_FILES_AT_ONCE)
     bytes_done = ByteProgress(sum(shard.nbytes for shard in shards), progress)
     records: dict[str, FileRecord] = {}
     if journal is not None:

@@ -10,9 +10,9 @@ try:
 except ConfigError as error:
     print(error)
 
-# %% plan_run, plan_layouts, Plan, Refused
+# %% plan_run, plan_layouts, Plan, Refused, Estimated
 from te_models import AttentionConfig, MLPConfig, ModelConfig
-from te_models.plan import Hardware, Plan, Refused, plan_layouts, plan_run
+from te_models.plan import Estimated, Hardware, Plan, Refused, plan_layouts, plan_run
 from te_models.training import DataConfig, ModelSource, OptimizerConfig, TrainConfig
 
 model = ModelConfig(
@@ -37,3 +37,4 @@ print(plan.memory, plan.traffic["all_reduce", "dp"])
 whole, *_, split = plan_layouts(config, 2, Hardware())
 assert isinstance(whole, Plan) and isinstance(split, Refused)
 print(split.reason)  # one head is no work for two ranks
+assert not any(isinstance(its, Estimated) for its in (whole, *_))  # so few layouts are all planned

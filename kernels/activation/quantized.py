@@ -24,37 +24,27 @@ from ..quantize.output import QuantizedOutput
 from ..torch_versions import own_result, saturating_cast
 from . import op, reference
 from .op import check_name, flat_probabilities
+from .reference import ActivationKind
 
 
-def _copies(x: Tensor, gated: bool, output: QuantizedOutput) -> list[Output]:
-    return output.results(matrix_like(x, x.shape[-1] // 2 if gated else None))
+def _copies(x: Tensor, kind: ActivationKind, output: QuantizedOutput) -> list[Output]:
+    return output.results(matrix_like(x, x.shape[-1] // 2 if kind.gated else None))
 
 
 _TAKES = takes(
-    f"x: {FLOATS} [*B, F]; probabilities: {FLOATS} [*B]?; gated: value; scale: float32?; not gated or F % 2 == 0;"
+    f"x: {FLOATS} [*B, F]; probabilities: {FLOATS} [*B]?; kind: value; scale: float32?; not kind.gated or F % 2 == 0;"
     "scale is None or scale.numel() == 1"
 )
 
 
 @operation("activation_quantized", _copies, takes=_TAKES)
 def activation_quantized_op(
-    x: Tensor,
-    probabilities: Tensor | None,
-    name: str,
-    gated: bool,
-    clamp: float | None,
-    alpha: float,
-    up_offset: float,
-    scale: Tensor | None,
-    output: QuantizedOutput,
+    x: Tensor, probabilities: Tensor | None, kind: ActivationKind, scale: Tensor | None, output: QuantizedOutput
 ) -> list[Tensor]:
     """Return what `QuantizedOutput.define` says of the result of `activation_fwd` as a matrix [T, F]."""
     from . import triton_quantized
 
-    options = (name, gated, clamp, alpha, up_offset)
-    return triton_quantized.activation_quantized(
-        as_matrix(x), flat_probabilities(probabilities), *options, scale, output
-    )
+    return triton_quantized.activation_quantized(as_matrix(x), flat_probabilities(probabilities), kind, scale, output)
 
 
 def activation_quantized(
@@ -71,10 +61,7 @@ def activation_quantized(
     for another name, or where the scale does not fit the output.
     """
     check_name(name)
-    output.check_scale(scale)
-    if x.device.type == "cuda" and not definitions_only() and not _TAKES.misfit(x, probabilities, False, scale):
-        return activation_quantized_op(x, probabilities, name, False, None, 1.0, 0.0, scale, *flatten(output))
-    return output.define(as_matrix(op.eager_activation(x, name, probabilities=probabilities)), scale)
+    return _quantized(x, ActivationKind(name), output, scale, probabilities)
 
 
 def gated_activation_quantized(
@@ -90,12 +77,16 @@ def gated_activation_quantized(
 ) -> list[Tensor]:
     """Return `gated_activation` of x [..., 2F] as FP8; see there and `activation_quantized`."""
     check_name(name)
+    return _quantized(x, ActivationKind(name, True, clamp, alpha, up_offset), output, scale, probabilities)
+
+
+def _quantized(
+    x: Tensor, kind: ActivationKind, output: QuantizedOutput, scale: Tensor | None, probabilities: Tensor | None
+) -> list[Tensor]:
     output.check_scale(scale)
-    if x.device.type == "cuda" and not definitions_only() and not _TAKES.misfit(x, probabilities, True, scale):
-        options = (name, True, clamp, alpha, up_offset)
-        return activation_quantized_op(x, probabilities, *options, scale, *flatten(output))
-    options = {"clamp": clamp, "alpha": alpha, "up_offset": up_offset, "probabilities": probabilities}
-    return output.define(as_matrix(op.eager_gated_activation(x, name, **options)), scale)
+    if x.device.type == "cuda" and not definitions_only() and not _TAKES.misfit(x, probabilities, kind, scale):
+        return activation_quantized_op(x, probabilities, *kind, scale, *flatten(output))
+    return output.define(as_matrix(op.in_one_pass(x, kind, probabilities)), scale)
 
 
 @dataclass(frozen=True)
@@ -116,12 +107,8 @@ class Activation:
     def __post_init__(self) -> None:
         op.check_name(self.name)
 
-    def _options(self) -> dict[str, Any]:
-        return {"clamp": self.clamp, "alpha": self.alpha, "up_offset": self.up_offset} if self.gated else {}
-
-    def _reference(self, x: Tensor, probabilities: Tensor | None) -> Tensor:
-        function = reference.gated_activation if self.gated else reference.activation
-        return function(x, self.name, probabilities=probabilities, **self._options())
+    def _kind(self) -> ActivationKind:
+        return ActivationKind(self.name, self.gated, self.clamp, self.alpha, self.up_offset)
 
     def forward(self, x: Tensor, probabilities: Tensor | None = None) -> Tensor:
         """Return the activation of x [..., F], or of [gate | up] [..., 2F]; times probabilities [...], if given.
@@ -133,8 +120,7 @@ class Activation:
         return self._forward(x, probabilities)
 
     def _forward(self, x: Tensor, probabilities: Tensor | None) -> Tensor:
-        function = op.gated_activation if self.gated else op.activation
-        return function(x, self.name, probabilities=probabilities, **self._options())
+        return op.activated_by_kind(x, self._kind(), probabilities)
 
     def stored(self, x: Tensor) -> Tensor:
         """Return what is stored of an input for `backward`."""
@@ -148,21 +134,20 @@ class Activation:
         self, x: Tensor, probabilities: Tensor | None, output: QuantizedOutput, scale: Tensor | None
     ) -> list[Tensor]:
         """Return the activation as `output` says, as a matrix."""
-        function = gated_activation_quantized if self.gated else activation_quantized
-        return function(x, self.name, output, scale, probabilities=probabilities, **self._options())
+        return _quantized(x, self._kind(), output, scale, probabilities)
 
     def backward(
         self, dy: Tensor, x: Tensor, probabilities: Tensor | None = None, needs_probabilities: bool = False
     ) -> tuple[Tensor, Tensor | None]:
         """Return the gradients of x and, if they are wanted, of the probabilities."""
+        kind = self._kind()
         if x.device.type == "cuda" and not definitions_only():
-            options = (self.name, self.gated, self.clamp, self.alpha, self.up_offset)
-            dx, dp = op.activation_bwd(dy, x, probabilities, *options, needs_probabilities)
+            dx, dp = op.activation_bwd(dy, x, probabilities, *kind, needs_probabilities)
             return dx, None if probabilities is None or not needs_probabilities else dp.to(probabilities.dtype)
         if probabilities is not None and needs_probabilities:
-            dx, dp = gradients_of(self._reference, (x, probabilities), dy)
+            dx, dp = gradients_of(lambda x, factor: reference.activate(x, kind, factor), (x, probabilities), dy)
             return dx, dp
-        (dx,) = gradients_of(lambda x: self._reference(x, probabilities), (x,), dy)
+        (dx,) = gradients_of(lambda x: reference.activate(x, kind, probabilities), (x,), dy)
         return dx, None
 
 

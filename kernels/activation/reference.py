@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -56,6 +57,24 @@ def gated_activation(
         return _weighted(ACTIVATIONS[name](gate) * up, probabilities)
     gate, up = gate.clamp(max=clamp), up.clamp(-clamp, clamp)
     return _weighted(gate * torch.sigmoid(alpha * gate) * (up + up_offset), probabilities)
+
+
+class ActivationKind(NamedTuple):
+    """Which activation, plain or gated, and the options of `gated_activation`."""
+
+    name: str
+    gated: bool = False
+    clamp: float | None = None
+    alpha: float = 1.0
+    up_offset: float = 0.0
+
+
+def activate(x: Tensor, kind: ActivationKind, probabilities: Tensor | None) -> Tensor:
+    """Return the `activation` or the `gated_activation` of x."""
+    if not kind.gated:
+        return activation(x, kind.name, probabilities=probabilities)
+    options = {"clamp": kind.clamp, "alpha": kind.alpha, "up_offset": kind.up_offset}
+    return gated_activation(x, kind.name, **options, probabilities=probabilities)
 
 
 def _weighted(y: Tensor, probabilities: Tensor | None) -> Tensor:

@@ -6,12 +6,14 @@ Backward is float32 throughout with one rounding: closer to the exact gradient t
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .reference import QUICK_GELU_ALPHA
+from .reference import QUICK_GELU_ALPHA, ActivationKind
 
 _SQRT_HALF: tl.constexpr = tl.constexpr(0.7071067811865476)
 _INV_SQRT_2PI: tl.constexpr = tl.constexpr(0.3989422804014327)
@@ -208,57 +210,33 @@ def tile_of_activations(columns: int) -> tuple[int, int]:
     return 2048 // block, block
 
 
-def clamp_limit(clamp: float | None, dtype: torch.dtype) -> float:
-    """The clamp as PyTorch applies it: rounded to the values' dtype."""
-    return 0.0 if clamp is None else torch.tensor(clamp, dtype=dtype, device="cpu").item()
+def arguments_of(kind: ActivationKind, dtype: torch.dtype) -> tuple[tuple[float, float, float], dict[str, Any]]:
+    """Return alpha, offset and limit, and NAME to CLAMPED. The limit is the clamp as PyTorch applies it: rounded to the
+    values' dtype."""
+    limit = 0.0 if kind.clamp is None else torch.tensor(kind.clamp, dtype=dtype, device="cpu").item()
+    constants = {"NAME": kind.name, "GATED": kind.gated, "CLAMPED": kind.clamp is not None}
+    return (kind.alpha, kind.up_offset, limit), constants
 
 
-def activation_fwd(
-    x: Tensor,
-    probabilities: Tensor | None,
-    name: str,
-    gated: bool,
-    clamp: float | None,
-    alpha: float,
-    up_offset: float,
-) -> Tensor:
+def activation_fwd(x: Tensor, probabilities: Tensor | None, kind: ActivationKind) -> Tensor:
     """Return the activation [T, F] of x: [T, 2F] if gated, else [T, F]; times probabilities [T] if given."""
-    x = x.contiguous()
-    rows, columns = x.shape[0], x.shape[1] // (2 if gated else 1)
+    x, (numbers, constants) = x.contiguous(), arguments_of(kind, x.dtype)
+    rows, columns = x.shape[0], x.shape[1] // (2 if kind.gated else 1)
     y = x.new_empty(rows, columns)
     if y.numel():
         block_r, block_c = tile_of_activations(columns)
+        probabilities = None if probabilities is None else probabilities.contiguous()
         activation_fwd_kernel[(triton.cdiv(rows, block_r) * triton.cdiv(columns, block_c),)](
-            x,
-            None if probabilities is None else probabilities.contiguous(),
-            y,
-            rows,
-            alpha,
-            up_offset,
-            clamp_limit(clamp, x.dtype),
-            F=columns,
-            NAME=name,
-            GATED=gated,
-            CLAMPED=clamp is not None,
-            BLOCK_R=block_r,
-            BLOCK_C=block_c,
+            x, probabilities, y, rows, *numbers, F=columns, **constants, BLOCK_R=block_r, BLOCK_C=block_c
         )
     return y
 
 
 def activation_bwd(
-    dy: Tensor,
-    x: Tensor,
-    probabilities: Tensor | None,
-    name: str,
-    gated: bool,
-    clamp: float | None,
-    alpha: float,
-    up_offset: float,
-    needs_probabilities: bool,
+    dy: Tensor, x: Tensor, probabilities: Tensor | None, kind: ActivationKind, needs_probabilities: bool
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of x and of the probabilities ([T] float32; empty unless asked for)."""
-    dy, x = dy.contiguous(), x.contiguous()
+    dy, x, (numbers, constants) = dy.contiguous(), x.contiguous(), arguments_of(kind, x.dtype)
     rows, columns = dy.shape
     dx = torch.empty_like(x)
     block_r, block_c = tile_of_activations(columns) if columns else (1, 1)
@@ -266,21 +244,9 @@ def activation_bwd(
     # Each program sums its own columns; adding up the few parts of a row afterwards keeps their order.
     parts = dy.new_empty(rows, across, dtype=torch.float32) if needs_probabilities else None
     if dy.numel():
+        probabilities = None if probabilities is None else probabilities.contiguous()
+        tile = {"F": columns, "BLOCK_R": block_r, "BLOCK_C": block_c}
         activation_bwd_kernel[(triton.cdiv(rows, block_r) * across,)](
-            dy,
-            x,
-            None if probabilities is None else probabilities.contiguous(),
-            dx,
-            parts,
-            rows,
-            alpha,
-            up_offset,
-            clamp_limit(clamp, x.dtype),
-            F=columns,
-            NAME=name,
-            GATED=gated,
-            CLAMPED=clamp is not None,
-            BLOCK_R=block_r,
-            BLOCK_C=block_c,
+            dy, x, probabilities, dx, parts, rows, *numbers, **constants, **tile
         )
     return dx, dy.new_empty(0, dtype=torch.float32) if parts is None else parts.sum(dim=1)

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from ..quantize.output import QuantizedOutput
 from ..quantize.triton_output import Destination, quantized_tile, store_quantized
-from .triton import activation_tile, clamp_limit, round_as, tile_of_program
+from .reference import ActivationKind
+from .triton import activation_tile, arguments_of, round_as, tile_of_program
 
 
 # num_rows is specialised: transposed copies are stored 16 bytes at a time where it is a multiple of 16.
@@ -71,19 +72,11 @@ def activation_quantize_kernel(
 
 
 def activation_quantized(
-    x: Tensor,
-    probabilities: Tensor | None,
-    name: str,
-    gated: bool,
-    clamp: float | None,
-    alpha: float,
-    up_offset: float,
-    scale: Tensor | None,
-    output: QuantizedOutput,
+    x: Tensor, probabilities: Tensor | None, kind: ActivationKind, scale: Tensor | None, output: QuantizedOutput
 ) -> list[Tensor]:
     """Return what `output` defines of the activation [T, F] of x: [T, 2F] if gated, else [T, F]."""
-    x = x.contiguous()
-    rows, columns = x.shape[0], x.shape[1] // (2 if gated else 1)
+    x, (numbers, constants) = x.contiguous(), arguments_of(kind, x.dtype)
+    rows, columns = x.shape[0], x.shape[1] // (2 if kind.gated else 1)
     destination = Destination(output, x[:, :columns], scale, x.dtype)
     if rows and columns:
         block_r, block_c, warps = quantized_tile(output)
@@ -92,13 +85,9 @@ def activation_quantized(
             None if probabilities is None else probabilities.contiguous(),
             *destination.pointers(),
             rows,
-            alpha,
-            up_offset,
-            clamp_limit(clamp, x.dtype),
+            *numbers,
             F=columns,
-            NAME=name,
-            GATED=gated,
-            CLAMPED=clamp is not None,
+            **constants,
             BLOCK_R=block_r,
             BLOCK_C=block_c,
             num_warps=warps,

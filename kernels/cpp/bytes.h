@@ -51,21 +51,21 @@ INLINE inline Register larger_magnitudes(Register found, const uint8_t* p) {
 INLINE inline bool any_at_least(Register x, uint8_t least) {
   return _mm256_movemask_epi8(_mm256_cmpeq_epi8(_mm256_max_epu8(x, _mm256_set1_epi8(char(least))), x));
 }
-INLINE inline __m128i bytes(const uint8_t* p) {
-  return _mm_cvtepi8_epi16(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+// 32 floats with the sign, exponent and mantissa of bytes in their places: every fourth byte from the first on, from
+// the second on, and so on.
+template <int mantissa>
+INLINE inline void decode_fours(const uint8_t* p, Floats* to) {
+  constexpr int shift = mantissa + 1;  // from a sign and 7 bits to those of a bfloat16, whose mantissa has 7
+  const __m256i v = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)), upper = _mm256_set1_epi32(int(0xFFFF0000));
+  const __m256i mask = _mm256_set1_epi16(short(0x8000 | 0x7F00 >> shift));
+  const __m256i odd = _mm256_and_si256(_mm256_srai_epi16(v, shift), mask);
+  const __m256i even = _mm256_and_si256(_mm256_srai_epi16(_mm256_slli_epi16(v, 8), shift), mask);
+  to[0] = _mm256_castsi256_ps(_mm256_slli_epi32(even, 16));
+  to[1] = _mm256_castsi256_ps(_mm256_slli_epi32(odd, 16));
+  to[2] = _mm256_castsi256_ps(_mm256_and_si256(even, upper));
+  to[3] = _mm256_castsi256_ps(_mm256_and_si256(odd, upper));
 }
-INLINE inline Floats halves(__m128i h) { return _mm256_cvtph_ps(h); }
-INLINE inline __m256i twice_bytes(const uint8_t* p) {
-  return _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
-}
-INLINE inline void both_halves(__m256i h, Floats* to) {
-  to[0] = halves(_mm256_castsi256_si128(h));
-  to[1] = halves(_mm256_extracti128_si256(h, 1));
-}
-INLINE inline __m256i up(__m256i x, int n) { return _mm256_slli_epi16(x, n); }
-INLINE inline __m256i masked(__m256i x, short m) { return _mm256_and_si256(x, _mm256_set1_epi16(m)); }
-INLINE inline __m128i up(__m128i x, int n) { return _mm_slli_epi16(x, n); }
-INLINE inline __m128i masked(__m128i x, short m) { return _mm_and_si128(x, _mm_set1_epi16(m)); }
+INLINE inline Floats both_halves(float low, float high) { return _mm256_set_m128(_mm_set1_ps(high), _mm_set1_ps(low)); }
 INLINE inline void e2m1(const uint8_t* p, const float* table, Floats* to) {
   const __m256i shifts = _mm256_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28);
   const __m256 magnitudes = _mm256_load_ps(table);

@@ -91,8 +91,15 @@ inline void attend(const X* q, Cache key, Cache value, const uint8_t* visible, X
   std::vector<float> most(queries, kNothing);
   const int64_t begin = first * s.shared;
   for (int64_t i = 0; i < queries * s.D; ++i) wide[i] = X::read(q[begin * s.D + i]);
-  for (int64_t l = 0; l < s.keys; l += kKeys) {
-    const int64_t count = std::min(kKeys, s.keys - l);
+  for (int64_t block = 0; block < s.keys; block += kKeys) {
+    int64_t l = block, end_of_keys = std::min(block + kKeys, s.keys);
+    if (visible != nullptr) {  // what comes before the first visible key and behind the last one is not read
+      const void* const some = std::memchr(visible + l, 1, end_of_keys - l);
+      if (some == nullptr) continue;
+      l = static_cast<const uint8_t*>(some) - visible;
+      while (!visible[end_of_keys - 1]) --end_of_keys;
+    }
+    const int64_t count = end_of_keys - l;
     for (int64_t g = first; g < end; ++g) {
       const int64_t own = (g - first) * s.shared;
       score(key.data + l * key.position + g * key.head, key.position, count, wide.data() + own * s.D, s, scores.data());

@@ -10,8 +10,13 @@
 #ifdef OF_INTEGERS
 #include "few_rows_integers.h"
 #else
+#if defined(OF_BYTES) && !defined(WIDE)
+constexpr int64_t kStep = 32;
+inline int64_t place_of(int64_t k) { return k / 32 * 32 + k % 4 * 8 + k % 32 / 4; }  // as `decode_fours` has them
+#else
 constexpr int64_t kStep = 16;
 inline int64_t place_of(int64_t k) { return k; }
+#endif
 #endif
 
 using namespace te_models;

@@ -9,8 +9,9 @@
 namespace te_models {
 
 constexpr float kNone = std::numeric_limits<float>::quiet_NaN();
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
-// Formats of a byte decode kLanes values to 1/kFactor of them.
+// Formats of a byte decode to 1/kFactor of their values.
 struct E4M3 {
   static constexpr bool packed = false;
 #if defined(WIDE)
@@ -20,22 +21,23 @@ struct E4M3 {
   static void decode(const uint8_t* p, Floats* to) { both_halves(masked(up(twice_bytes(p), 7), short(0xBFFF)), to); }
 #else
   static constexpr float kFactor = 0x1p120f;  // in float32's places: the exponent's bias is 7 and not 127
-  static Floats decode(const uint8_t* p) {
-    const __m256i b = _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
-    return _mm256_castsi256_ps(_mm256_and_si256(_mm256_slli_epi32(b, 20), _mm256_set1_epi32(int(0x87FFFFFF))));
-  }
-  static void decode(const uint8_t* p, Floats* to) { to[0] = decode(p), to[1] = decode(p + 8); }
+  static constexpr int kMantissa = 3;
 #endif
   static constexpr uint8_t kSpecial = 0x7F;  // the bits of NaN
-  static float special(float) { return kNone; }
+  static float special(uint8_t) { return kNone; }
 };
 struct E5M2 {
   static constexpr bool packed = false;
+#if defined(WIDE)
   static constexpr float kFactor = 1.0f;
   static Floats decode(const uint8_t* p) { return halves(up(bytes(p), 8)); }
   static void decode(const uint8_t* p, Floats* to) { both_halves(up(twice_bytes(p), 8), to); }
-  static constexpr uint8_t kSpecial = 0x7C;  // of infinity and NaN, which float16 has
-  static float special(float decoded) { return decoded; }
+#else
+  static constexpr float kFactor = 0x1p112f;
+  static constexpr int kMantissa = 2;
+#endif
+  static constexpr uint8_t kSpecial = 0x7C;  // of infinity and NaN
+  static float special(uint8_t byte) { return (byte & 0x7F) == 0x7C ? (byte & 0x80 ? -kInfinity : kInfinity) : kNone; }
 };
 struct E2M1 {
   static constexpr bool packed = true;  // two values of a byte
@@ -67,16 +69,19 @@ struct Weight {
 // kExact: value * scale is a bfloat16, or none is asked for; kCareful: of any magnitude.
 enum Mode { kExact, kRounded, kCareful };
 
-// p: the bytes that w was decoded from
-template <Mode mode>
-INLINE inline Floats weight_of(const uint8_t* p, Floats w, float scale, Floats s) {
+// of a byte that was decoded to w
+inline float careful_weight(uint8_t byte, float w, float scale) {
+  const float value = ((byte & W::kSpecial) == W::kSpecial ? W::special(byte) : w * W::kFactor) * scale;
+  return X::rounds ? BFloat16::read(BFloat16::write(value)) : value;
+}
+
+// byte(i): the one that lane i of w was decoded from; scale(i): of that lane, and of all in s
+template <Mode mode, class Byte, class Scale>
+INLINE inline Floats weight_of(Floats w, Floats s, const Byte& byte, const Scale& scale) {
   if constexpr (mode == kCareful) {
     float lanes[kLanes];
     store(lanes, w);
-    for (int i = 0; i < kLanes; ++i) {
-      const float value = ((p[i] & W::kSpecial) == W::kSpecial ? W::special(lanes[i]) : lanes[i] * W::kFactor) * scale;
-      lanes[i] = X::rounds ? BFloat16::read(BFloat16::write(value)) : value;
-    }
+    for (int i = 0; i < kLanes; ++i) lanes[i] = careful_weight(byte(i), lanes[i], scale(i));
     return load(lanes);
   }
   const Floats v = mul(w, s);
@@ -132,8 +137,8 @@ inline Mode read_scales(const Weight& w, int64_t row, int64_t blocks, float* to)
   return w.kind == kPow2 ? kExact : kRounded;
 }
 
-// Bytes in float32's places may be subnormal: a thread that takes those for zero (`torch.set_flush_denormal`) reads them
-// while this stands.
+// Bytes in float32's places may be subnormal: a thread that takes those for zero (`torch.set_flush_denormal`) reads
+// them while this stands.
 struct ReadsSubnormal {
   const unsigned before = _mm_getcsr();
   ReadsSubnormal() { _mm_setcsr(before & ~_MM_DENORMALS_ZERO_MASK); }
@@ -144,6 +149,7 @@ struct Rows {
   std::vector<float> scale;
   ReadsSubnormal subnormal;
 
+#if defined(WIDE)
   template <Mode mode, int rows, class Use>
   INLINE void run(const Weight& w, const uint8_t* const* row, const float* const* of_row, const Use& use) {
     const int64_t K = w.K, full = K / kLanes * kLanes, L = w.block_columns;
@@ -151,8 +157,9 @@ struct Rows {
       Floats s[rows];
       each_row<rows>([&](auto r) INLINE { s[r] = all(of_row[r][b] * W::kFactor); });
       const int64_t end = std::min(begin + L, full);
-      const auto use_one = [&](int64_t k, auto r, Floats v)
-                               INLINE { use(k, r, weight_of<mode>(row[r] + k, v, of_row[r][b], s[r])); };
+      const auto use_one = [&](int64_t k, auto r, Floats v) INLINE {
+        use(k, r, weight_of<mode>(v, s[r], [&](int i) { return row[r][k + i]; }, [&](int) { return of_row[r][b]; }));
+      };
       int64_t k = begin;
       for (; k + 2 * kLanes <= end; k += 2 * kLanes)
         each_row<rows>([&](auto r) INLINE {
@@ -169,9 +176,50 @@ struct Rows {
       uint8_t last[16] = {};
       std::memcpy(last, row[r] + full, K - full);
       const float f = of_row[r][full / L];
-      use(full, r, weight_of<mode>(last, W::decode(last), f, all(f * W::kFactor)));
+      use(full, r,
+          weight_of<mode>(
+              W::decode(last), all(f * W::kFactor), [&](int i) { return last[i]; }, [&](int) { return f; }));
     });
   }
+#else
+  template <Mode mode, int rows, class Use>
+  INLINE void run(const Weight& w, const uint8_t* const* row, const float* const* of_row, const Use& use) {
+    const int64_t K = w.K, full = K / 32 * 32, L = w.block_columns;
+    const auto use_32 = [&](int64_t k, auto r, const uint8_t* p, float low, float high, Floats s) INLINE {
+      Floats found[4];
+      decode_fours<W::kMantissa>(p, found);
+#pragma GCC unroll 4
+      for (int i = 0; i < 4; ++i)
+        use(k + i * kLanes, r,
+            weight_of<mode>(
+                found[i], s, [&](int j) { return p[4 * j + i]; }, [&](int j) { return 4 * j + i < 16 ? low : high; }));
+    };
+    const auto use_two_blocks = [&](int64_t k, auto r, const uint8_t* p) INLINE {
+      const float low = of_row[r][k / L], high = of_row[r][std::min(k + 16, K - 1) / L];
+      use_32(k, r, p, low, high, both_halves(low * W::kFactor, high * W::kFactor));
+    };
+    if (L % 32 != 0 && L < K) {
+      for (int64_t k = 0; k < full; k += 32) each_row<rows>([&](auto r) INLINE { use_two_blocks(k, r, row[r] + k); });
+    } else {
+      for (int64_t begin = 0, b = 0; begin < full; begin += L, ++b) {
+        float one[rows];
+        Floats s[rows];
+        each_row<rows>([&](auto r) INLINE { one[r] = of_row[r][b], s[r] = all(one[r] * W::kFactor); });
+        for (int64_t k = begin; k < std::min(begin + L, full); k += 32)
+          each_row<rows>([&](auto r) INLINE {
+            soon(row[r] + k + rows * w.stride);
+            use_32(k, r, row[r] + k, one[r], one[r], s[r]);
+          });
+      }
+    }
+    if (full == K) return;
+    each_row<rows>([&](auto r) INLINE {
+      uint8_t last[32] = {};
+      std::memcpy(last, row[r] + full, K - full);
+      use_two_blocks(full, r, last);
+    });
+  }
+#endif
 
   template <int rows, class Use>
   INLINE void decode(const Weight& w, int64_t n, int64_t N, const Use& use) {

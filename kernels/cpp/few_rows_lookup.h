@@ -31,7 +31,7 @@ static const float* values_of_bytes() {  // not inline: the loader would take on
       codes[0] = uint8_t(byte);
       float lanes[kLanes];
       store(lanes, W::decode(codes));
-      values[byte] = (byte & W::kSpecial) == W::kSpecial ? W::special(lanes[0]) : lanes[0] * W::kFactor;
+      values[byte] = (byte & W::kSpecial) == W::kSpecial ? W::special(uint8_t(byte)) : lanes[0] * W::kFactor;
     }
     return values;
   }();

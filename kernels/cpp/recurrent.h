@@ -1,4 +1,4 @@
-// What rules that carry a state compute of a chunk: products of small matrices, their decay, and triangular systems.
+// What rules that carry a state compute of a chunk: products of small matrices and triangular systems.
 //
 // Matrices are rows of floats in buffers, whole vectors long, with zeros behind what there is. A product has kTall rows
 // and two vectors of columns in registers at a time; what reads a matrix by columns does it by its strides.
@@ -47,12 +47,21 @@ INLINE inline void take(const float* from, int64_t width, int64_t r, int64_t c, 
     for (int v = 0; v < 2; ++v) sums[i][v] = load(from + (r + i) * width + c + v * kLanes);
 }
 
-// state = decay * state + sums
-INLINE inline void put_decayed(float* state, int64_t width, int64_t r, int64_t c, float decay, const Sums& sums) {
+// state = decay * state + sums, with a decay for each row, or for each column
+INLINE inline void put_decayed_rows(float* state, int64_t width, int64_t r, int64_t c, const float* decay,
+                                    const Sums& sums) {
   for (int i = 0; i < kTall; ++i)
     for (int v = 0; v < 2; ++v) {
       float* const at = state + (r + i) * width + c + v * kLanes;
-      store(at, fma(all(decay), load(at), sums[i][v]));
+      store(at, fma(all(decay[r + i]), load(at), sums[i][v]));
+    }
+}
+INLINE inline void put_decayed_columns(float* state, int64_t width, int64_t r, int64_t c, const float* decay,
+                                       const Sums& sums) {
+  for (int i = 0; i < kTall; ++i)
+    for (int v = 0; v < 2; ++v) {
+      float* const at = state + (r + i) * width + c + v * kLanes;
+      store(at, fma(load(decay + c + v * kLanes), load(at), sums[i][v]));
     }
 }
 
@@ -136,37 +145,9 @@ inline float dot_rows(const float* a, const float* b, int64_t width) {
   return sum(found);
 }
 
-// The decay of one chunk of a head: from its beginning to each token, from each token to its end, and between tokens.
-struct Decay {
-  float total[kChunk], entered[kChunk], left[kChunk], passed;
-  float pairs[kChunk * kChunk];  // [i][j], zeros where j is behind i
-  float beta[kChunk];
-  void read(const float* g, const float* steps, int64_t stride, int64_t count, int64_t rows) {
-    double sum_of_g = 0.0;  // of up to kChunk, whose differences are read
-    for (int64_t i = 0; i < kChunk; ++i) {
-      if (i < count) sum_of_g += g[i * stride];
-      total[i] = float(sum_of_g);
-      beta[i] = i < count && steps != nullptr ? steps[i * stride] : 0.0f;
-    }
-    const Floats last = all(total[kChunk - 1]);
-    for (int64_t i = 0; i < kChunk; i += kLanes) {
-      store(entered + i, exponential(load(total + i)));
-      store(left + i, exponential(sub(last, load(total + i))));
-    }
-    passed = entered[kChunk - 1];
-    float places[kChunk];
-    for (int64_t i = 0; i < kChunk; ++i) places[i] = float(i);
-    for (int64_t i = 0; i < rows; ++i)
-      for (int64_t j = 0; j < kChunk; j += kLanes) {
-        const Floats e = j > i ? zero() : exponential(sub(all(total[i]), load(total + j)));
-        store(pairs + i * kChunk + j, where_at_most(load(places + j), all(float(i)), e, zero()));
-      }
-  }
-};
-
 // products of rows with each other under their decay -> to [rows][kChunk], where a column is not behind its row's block
-INLINE inline void weigh(const float* a, int64_t width, const float* b, int64_t channels, const float* pairs,
-                         const float* factors, int64_t rows, float* to) {
+INLINE inline void multiply_pairs(const float* a, int64_t width, const float* b, int64_t channels, const float* pairs,
+                                  const float* factors, int64_t rows, float* to) {
   for (int64_t c = 0; c < rows; c += kAcross)
     for (int64_t r = c / kTall * kTall; r < rows; r += kTall) {
       Sums sums, decay;
@@ -179,15 +160,17 @@ INLINE inline void weigh(const float* a, int64_t width, const float* b, int64_t 
     }
 }
 
-// B rows, T tokens, H heads of v, `shared` of which have one head of q and k; K and V channels; M documents
+// B rows, T tokens, H heads of v, `shared` of which have one head of q and k; K and V channels; M documents; by_channel:
+// whether each channel of keys has a decay
 struct Shape {
-  int64_t B, T, H, shared, K, V, M;
+  int64_t B, T, H, shared, K, V, M, by_channel;
   float scale;
   const uint8_t* starts;  // [B, T], where a state of zeros begins, or null
   const int64_t* ends;  // [M + 1], where documents of the only row begin, and where the last one ends, or null
   Shape(const void* begins, const void* all_ends, const int64_t* sizes, float factor)
-      : B(sizes[0]), T(sizes[1]), H(sizes[2]), shared(sizes[3]), K(sizes[4]), V(sizes[5]), M(sizes[6]), scale(factor),
-        starts(static_cast<const uint8_t*>(begins)), ends(static_cast<const int64_t*>(all_ends)) {}
+      : B(sizes[0]), T(sizes[1]), H(sizes[2]), shared(sizes[3]), K(sizes[4]), V(sizes[5]), M(sizes[6]),
+        by_channel(sizes[7]), scale(factor), starts(static_cast<const uint8_t*>(begins)),
+        ends(static_cast<const int64_t*>(all_ends)) {}
   int64_t key_heads() const { return H / shared; }
   int64_t first(int64_t document) const {
     return ends == nullptr ? document * T : std::clamp<int64_t>(ends[document], 0, T);

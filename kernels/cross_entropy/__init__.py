@@ -2,7 +2,8 @@
 
 from .kl import linear_kl
 from .log_probs import CHUNK_TOKENS, label_log_prob_gradients, label_statistics
-from .op import IGNORE_INDEX, cross_entropy, linear_cross_entropy, output_logits, shift_labels
+from .op import cross_entropy, linear_cross_entropy
+from .reference import IGNORE_INDEX, output_logits, shift_labels
 from .shards import combined_loss, shard_gradient, shard_statistics
 from .z_loss import cross_entropy_and_z_loss, linear_cross_entropy_and_z_loss
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..backend import definitions_only
+from ..chunks import wide
 from ..compiling import compiling
 from ..gemm.cpu import operand_dtype
 from ..gemm.dense import linear, multiply_dense
@@ -38,26 +39,33 @@ def loss_and_gradients(
     weight_grad_in_fp32: bool,
     loss_and_gradient_: LossAndGradient | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the mean loss (float32 scalar) and the gradients of hidden [T, H], weight [V, H] and bias [V].
+    """Return the mean loss, a scalar in `wide`, and the gradients of hidden [T, H], weight [V, H] and bias [V].
 
     wanted: which of the three gradients; the others come back empty. weight_grad_in_fp32: the weight's in float32, no
     product of which is rounded. loss_and_gradient_: in place of `rows.loss_and_gradient_`, for logits of a part of the
     vocabulary. Other arguments as in `linear_cross_entropy`.
     """
-    if loss_and_gradient_ is None and hidden.device.type == "cuda" and not definitions_only():
+    if (
+        loss_and_gradient_ is None
+        and hidden.device.type == "cuda"
+        and hidden.dtype != torch.float64
+        and not definitions_only()
+    ):
         from .triton import cross_entropy_grad_ as loss_and_gradient_
     elif loss_and_gradient_ is None:
         loss_and_gradient_ = rows.loss_and_gradient_
     tokens, count = hidden.shape[0], valid_count(labels)
-    scale = torch.ones_like(count) / count if any(wanted) else None
+    dtype = wide(hidden)
+    scale = torch.ones_like(count, dtype=dtype) / count if any(wanted) else None
     chunks = [slice(begin, begin + chunk_tokens) for begin in range(0, tokens, chunk_tokens)]
-    sum_dtype = torch.float32 if weight_grad_in_fp32 or len(chunks) > 1 else weight.dtype
-    loss = hidden.new_empty(tokens, dtype=torch.float32)
+    sum_dtype = torch.promote_types(weight.dtype, torch.float32)
+    sum_dtype = sum_dtype if weight_grad_in_fp32 or len(chunks) > 1 else weight.dtype
+    loss = hidden.new_empty(tokens, dtype=dtype)
     d_hidden = hidden.new_empty(hidden.shape if wanted[0] else 0)
     d_weight = weight.new_empty(weight.shape if wanted[1] else 0, dtype=sum_dtype)
     if not chunks:
         d_weight.zero_()
-    d_bias = weight.new_zeros(weight.shape[0] if wanted[2] else 0, dtype=torch.float32)
+    d_bias = weight.new_zeros(weight.shape[0] if wanted[2] else 0, dtype=dtype)
     for chunk in chunks:
         logits = linear(hidden[chunk], weight, bias)
         loss[chunk] = loss_and_gradient_(logits, labels[chunk], scale, multiplier, softcap)
@@ -68,7 +76,7 @@ def loss_and_gradients(
             add = accumulate_product if in_fp32 else add_product
             add(d_weight, logits.t(), hidden[chunk], chunk.start > 0, None)
         if wanted[2]:
-            d_bias += logits.sum(0, dtype=torch.float32)
+            d_bias += logits.sum(0, dtype=dtype)
     d_bias = d_bias if bias is None else d_bias.to(bias.dtype)
     d_weight = d_weight if weight_grad_in_fp32 else d_weight.to(weight.dtype)
     return loss.sum() / count, d_hidden, d_weight, d_bias

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
+from ..chunks import wide
 from ..custom_op import Output, like, operation, register_gradient
 from . import log_probs
 from .log_probs import block_of_logits, spans
@@ -20,7 +21,7 @@ from .op import scalar_tensor
 
 
 def _divergence(hidden: Tensor) -> tuple[Output, Output]:
-    dtype = torch.promote_types(hidden.dtype, torch.float32)
+    dtype = wide(hidden)
     return like(hidden, (hidden.shape[0],), dtype), like(hidden, (2, hidden.shape[0]), dtype)
 
 
@@ -40,11 +41,11 @@ def linear_kl_fwd(
     """Return each token's KL, float32 [T] (float64 of such hidden states), and the logsumexp of the student's and the
     teacher's logits [2, T].
 
-    hidden: [T, H]; weight: [V, H]; teacher_hidden: [T, G]; teacher_weight: [V, G]; biases: [V]. factors: float32 [3],
-    the multipliers of student and teacher, and the temperature. softcaps: float32 scalars. Differentiable once
-    in hidden, weight and bias.
+    hidden: [T, H]; weight: [V, H]; teacher_hidden: [T, G]; teacher_weight: [V, G]; biases: [V]. factors: [3], the
+    multipliers of student and teacher, and the temperature. softcaps: scalars, as factors in the dtype of the
+    KL. Differentiable once in hidden, weight and bias.
     """
-    dtype = torch.promote_types(hidden.dtype, torch.float32)
+    dtype = wide(hidden)
     found, normalizers = (hidden.new_empty((*size, hidden.shape[0]), dtype=dtype) for size in ((), (2,)))
     for rows in spans(hidden.shape[0], chunk_tokens):
         total = hidden.new_full((2, len(hidden[rows])), -torch.inf, dtype=found.dtype)
@@ -139,9 +140,8 @@ def linear_kl(
     a model. multipliers, softcaps: of the logits of student and teacher, as in `output_logits`. chunk_tokens: tokens
     whose logits exist at a time (None: 1024). Differentiable once in hidden, weight and bias.
     """
-    device = hidden.device
-    factors = torch.stack([scalar_tensor(x, device) for x in (*multipliers, temperature)])
-    caps = [None if cap is None else scalar_tensor(cap, device) for cap in softcaps]
+    factors = torch.stack([scalar_tensor(x, hidden) for x in (*multipliers, temperature)])
+    caps = [None if cap is None else scalar_tensor(cap, hidden) for cap in softcaps]
     own = (hidden, weight, bias, teacher_hidden, teacher_weight, teacher_bias)
     chunk = log_probs.CHUNK_TOKENS if chunk_tokens is None else chunk_tokens
     return linear_kl_fwd(*own, factors, *caps, chunk)[0]

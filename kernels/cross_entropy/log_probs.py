@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from ..chunks import wide
 from ..custom_op import Output, like, operation
 from ..gemm.dense import linear, multiply_dense
 from .chunked import add_product
@@ -25,7 +26,7 @@ CHUNK_TOKENS, CHUNK_WORDS = 1024, 32_768
 
 
 def _statistics(hidden: Tensor) -> Output:
-    return like(hidden, (3, hidden.shape[0]), torch.promote_types(hidden.dtype, torch.float32))
+    return like(hidden, (3, hidden.shape[0]), wide(hidden))
 
 
 @operation("label_statistics", _statistics)
@@ -43,9 +44,9 @@ def label_statistics(
     or 0, and whether the label is here.
 
     hidden: [T, H]; weight: [V, H]; bias: [V]; labels: [T] int64, words of the whole vocabulary, -100 for none.
-    multiplier, softcap: float32 scalars, applied in float32.
+    multiplier, softcap: scalars in `wide`.
     """
-    words, dtype = weight.shape[0], torch.promote_types(hidden.dtype, torch.float32)
+    words, dtype = weight.shape[0], wide(hidden)
     found = hidden.new_empty((3, hidden.shape[0]), dtype=dtype)
     for rows in spans(hidden.shape[0], chunk_tokens):
         local = shard_labels(labels[rows], first, words)
@@ -153,7 +154,7 @@ def block_of_logits(
 ) -> tuple[Tensor, Tensor | None]:
     """Return (the logits [T, v] of a block of words, at least float32; the slope of the soft cap, None without)."""
     z = linear(x, weight, None if bias is None else bias[columns])
-    z = z.to(torch.promote_types(z.dtype, torch.float32))
+    z = z.to(wide(z))
     if multiplier is not None:
         z = z * multiplier
     if softcap is None:

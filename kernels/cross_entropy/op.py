@@ -20,12 +20,11 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from ..backend import definitions_only
+from ..chunks import wide
 from ..compiling import compiling
 from ..custom_op import FLOATS, INTEGERS, Output, absent, like, operation, register_gradient, takes
 from . import reference, rows
-from .reference import IGNORE_INDEX, output_logits, shift_labels
-
-__all__ = ["IGNORE_INDEX", "cross_entropy", "linear_cross_entropy", "output_logits", "shift_labels"]
+from .reference import IGNORE_INDEX, output_logits
 
 
 def _losses(logits: Tensor) -> tuple[Output, Output]:
@@ -66,8 +65,8 @@ def _backward_fwd(saved: SimpleNamespace, needs: set[str], scale: Tensor) -> dic
 def _loss_and_gradients(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, wanted: list[bool], weight_grad_in_fp32: bool
 ) -> tuple[Output, ...]:
-    weight_dtype = torch.float32 if weight_grad_in_fp32 else weight.dtype
-    return like(hidden, (), torch.float32), *output_gradients(hidden, weight, bias, wanted, weight_dtype)
+    weight_dtype = torch.promote_types(weight.dtype, torch.float32) if weight_grad_in_fp32 else weight.dtype
+    return like(hidden, (), wide(hidden)), *output_gradients(hidden, weight, bias, wanted, weight_dtype)
 
 
 def output_gradients(
@@ -99,8 +98,8 @@ def linear_cross_entropy_op(
     """Return the mean loss and the gradients of hidden, weight and bias that are `wanted` (the others empty), each in
     the dtype of its tensor, but for the weight's gradient where it is asked for in float32.
 
-    multiplier, softcap: float32 scalars on hidden's device. Numbers would be constants of the compiled graph: under
-    dynamic=True the compiler first makes a variable of a float, and compiles again when an op asks for its value.
+    multiplier, softcap: scalars in `wide` on hidden's device. Numbers would be constants of the compiled graph:
+    under dynamic=True the compiler first makes a variable of a float, and compiles again when an op asks for its value.
     """
     from .chunked import loss_and_gradients
 
@@ -109,10 +108,11 @@ def linear_cross_entropy_op(
     )
 
 
-@operation("scaled", lambda x: like(x), takes=takes("x: any; factor: float32; factor.numel() == 1"))
+@operation("scaled", lambda x: like(x), takes=takes("x: any; factor: float32|float64; factor.numel() == 1"))
 def scaled_in_float32(x: Tensor, factor: Tensor) -> Tensor:
-    """Return `x * factor` in x's dtype, the float32 scalar `factor` unrounded (a device would round it to x's)."""
-    if x.device.type == "cpu":
+    """Return `x * factor` in x's dtype, the scalar `factor` of float32 (float64 of such x) unrounded: a device would
+    round it to x's."""
+    if x.device.type == "cpu" or x.dtype == torch.float64:
         return x * factor
     from . import triton
 
@@ -153,10 +153,10 @@ class _WholeLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, logits: Tensor, labels: Tensor) -> Tensor:
-        normalizer = torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
+        normalizer = torch.empty(logits.shape[0], dtype=wide(logits), device=logits.device)
         for step in rows.rows_per_step(logits):
-            torch.logsumexp(logits[step].float(), dim=-1, out=normalizer[step])
-        target = logits.gather(1, rows.label_columns(labels))[:, 0].float()
+            torch.logsumexp(logits[step].to(normalizer.dtype), dim=-1, out=normalizer[step])
+        target = logits.gather(1, rows.label_columns(labels))[:, 0].to(normalizer.dtype)
         ctx.save_for_backward(labels, normalizer)
         ctx.logits = logits
         return torch.where(labels != IGNORE_INDEX, normalizer - target, 0.0).sum()
@@ -171,15 +171,16 @@ class _WholeLoss(torch.autograd.Function):
         logits, ctx.logits = ctx.logits, None
         scale = torch.where(labels != IGNORE_INDEX, grad, 0.0)[:, None]
         one_hot = rows.label_columns(labels)
-        minus_one = torch.full_like(one_hot, -1, dtype=torch.float32)
+        minus_one = torch.full_like(one_hot, -1, dtype=normalizer.dtype)
         for step in rows.rows_per_step(logits):
-            probabilities = logits[step].float().sub_(normalizer[step, None]).exp_()
+            probabilities = logits[step].to(normalizer.dtype).sub_(normalizer[step, None]).exp_()
             logits[step] = probabilities.scatter_add_(1, one_hot[step], minus_one[step]).mul_(scale[step])
         return logits, None
 
 
 def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the mean over valid tokens of `logsumexp(logits) - logits[label]`, a float32 scalar; 0 if none is valid.
+    """Return the mean over valid tokens of `logsumexp(logits) - logits[label]`, a float32 scalar (float64 of such
+    logits); 0 if none is valid.
 
     logits: [T, V]; labels: [T] int64, -100 where a token does not count.
     """
@@ -188,10 +189,10 @@ def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     return reference.cross_entropy(logits, labels)
 
 
-def scalar_tensor(value: float, device: torch.device) -> Tensor:
-    """Return a float32 scalar of a number."""
+def scalar_tensor(value: float, like: Tensor) -> Tensor:
+    """Return a scalar of a number in `wide` of `like`, on its device."""
     # By a product: torch.full would ask for the value of what is a variable of the graph under dynamic=True.
-    return torch.ones((), dtype=torch.float32, device=device) * value
+    return torch.ones((), dtype=wide(like), device=like.device) * value
 
 
 def linear_cross_entropy(
@@ -206,7 +207,8 @@ def linear_cross_entropy(
     chunk_tokens: int | None = None,
     main_grad: Tensor | None = None,
 ) -> Tensor:
-    """Return the mean cross entropy of the output layer's logits, a float32 scalar; 0 if no label is valid.
+    """Return the mean cross entropy of the output layer's logits, a float32 scalar (float64 of such hidden
+    states); 0 if no label is valid.
 
     hidden: [T, H]; weight: [V, H]; labels: [T] int64, ignore_index where a token does not count; bias: [V]; multiplier
     and softcap as in `output_logits`. chunk_tokens: hold the logits of this many tokens at a time, never of all, and
@@ -221,8 +223,8 @@ def linear_cross_entropy(
     if chunk_tokens is not None or hidden.device.type == "cuda":
         wanted = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in (hidden, weight, bias)]
         chunk = torch.sym_max(1, hidden.shape[0]) if chunk_tokens is None else chunk_tokens
-        factor = None if statically_known_true(multiplier == 1.0) else scalar_tensor(multiplier, hidden.device)
-        cap = None if softcap is None else scalar_tensor(softcap, hidden.device)
+        factor = None if statically_known_true(multiplier == 1.0) else scalar_tensor(multiplier, hidden)
+        cap = None if softcap is None else scalar_tensor(softcap, hidden)
         if main_grad is not None:
             return _AccumulatingLoss.apply(hidden, weight, bias, main_grad, labels, factor, cap, chunk, wanted)
         return linear_cross_entropy_op(hidden, weight, labels, bias, factor, cap, chunk, wanted)[0]

@@ -1,4 +1,4 @@
-"""Cross entropy with a float32 softmax, averaged over the valid tokens.
+"""Cross entropy with a softmax in float32 (in float64 of such logits), averaged over the valid tokens.
 
 B batch, S sequence, T tokens, H hidden, V vocabulary. A label of -100 marks a token that does not count.
 """
@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from ..chunks import wide
 from ..gemm.accumulate import linear_accumulating
 from ..gemm.dense import linear
 
@@ -53,7 +54,7 @@ def valid_count(labels: Tensor) -> Tensor:
 
 def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     """As the public function: the mean over valid tokens of `logsumexp(logits) - logits[label]`."""
-    total = F.cross_entropy(logits.float(), labels, ignore_index=IGNORE_INDEX, reduction="sum")
+    total = F.cross_entropy(logits.to(wide(logits)), labels, ignore_index=IGNORE_INDEX, reduction="sum")
     return total / valid_count(labels)
 
 

@@ -1,7 +1,7 @@
 """Softmax and its gradient a few rows at a time, for eager PyTorch on CPU: float32 temporaries stay in cache.
 
 T tokens, V vocabulary. Logits here are what the projection made of the hidden states; `multiplier` and `softcap` as in
-`output_logits`, but in float32.
+`output_logits`, but in float32 (float64 of such logits).
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from ..chunks import wide
 from .reference import IGNORE_INDEX
 
 # Float32 elements of one step: 4 MiB, so that they stay in cache (measured: 0.5 to 16 MiB alike, 32 MiB 1.4x slower).
@@ -31,15 +32,15 @@ def label_columns(labels: Tensor) -> Tensor:
 def loss_and_gradient_(
     logits: Tensor, labels: Tensor, scale: Tensor | None, multiplier: Tensor | None, softcap: Tensor | None
 ) -> Tensor:
-    """Return each token's loss, float32 [T]; overwrite logits [T, V] by their gradient.
+    """Return each token's loss [T], float32 (float64 of such logits); overwrite logits [T, V] by their gradient.
 
-    scale: float32 scalar, what the gradient of each loss is; None: logits are left alone. multiplier, softcap: float32
-    scalars or None. Labels of -100 cost nothing.
+    scale: what the gradient of each loss is; None: logits are left alone. multiplier, softcap: None or, as scale,
+    scalars in the dtype of the loss. Labels of -100 cost nothing.
     """
-    loss = logits.new_empty(logits.shape[0], dtype=torch.float32)
+    loss = logits.new_empty(logits.shape[0], dtype=wide(logits))
     valid, columns = labels != IGNORE_INDEX, label_columns(labels)
     for rows in rows_per_step(logits):
-        z = logits[rows].to(torch.float32, copy=True)
+        z = logits[rows].to(loss.dtype, copy=True)
         if multiplier is not None:
             z.mul_(multiplier)
         if softcap is not None:
@@ -50,7 +51,7 @@ def loss_and_gradient_(
             continue
         slope = None if softcap is None else 1 - (z / softcap).square_()
         gradient = z.sub_(normalizer).exp_()
-        gradient.scatter_add_(1, columns[rows], torch.full_like(columns[rows], -1, dtype=torch.float32))
+        gradient.scatter_add_(1, columns[rows], torch.full_like(columns[rows], -1, dtype=loss.dtype))
         slope_of_logits = scale if multiplier is None else scale * multiplier
         gradient.mul_(torch.where(valid[rows], slope_of_logits, 0.0)[:, None])
         logits[rows] = gradient if slope is None else gradient.mul_(slope)

@@ -17,6 +17,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from ..chunks import wide
 from ..compiling import compiling
 from ..launch import on_accelerator
 from . import op, rows
@@ -36,9 +37,9 @@ def shard_statistics(logits: Tensor, labels: Tensor, first: int, label_smoothing
     local = shard_labels(labels, first, logits.shape[1])
     here = (local >= 0) & (local < logits.shape[1])
     column = torch.where(here, local, 0)[:, None]
-    dtype = torch.promote_types(logits.dtype, torch.float32)
+    dtype = wide(logits)
     target = torch.where(here, logits.gather(1, column)[:, 0].to(dtype), 0.0)
-    if on_accelerator(logits):
+    if on_accelerator(logits) and dtype != torch.float64:
         normalizer = op.cross_entropy_fwd(logits, local)[1]
     else:
         normalizer = torch.cat(
@@ -74,7 +75,7 @@ def shard_gradient(
     """Return the gradient in a shard's logits [T, V], in their dtype, of the sum of scale [T] times the losses.
     normalizer: [T] of `combined_loss`."""
     local = shard_labels(labels, first, logits.shape[1])
-    if on_accelerator(logits) and not label_smoothing:
+    if on_accelerator(logits) and logits.dtype != torch.float64 and not label_smoothing:
         return op.cross_entropy_bwd(logits, local, normalizer, scale)
     counted = torch.where(labels == IGNORE_INDEX, 0.0, scale)[:, None]
     here = (local >= 0) & (local < logits.shape[1])

@@ -12,19 +12,21 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from ..chunks import wide
 from .reference import IGNORE_INDEX, output_logits, valid_count
 
 
 def _sums(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return float32 [2]: over the tokens that count, the sums of the cross entropy and of logsumexp(logits)^2."""
-    logits = logits.float()
+    """Return [2], in `wide`: the sums of the cross entropy and of logsumexp(logits)^2 of tokens that count."""
+    logits = logits.to(wide(logits))
     total = F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="sum")
     normalizer = torch.where(labels != IGNORE_INDEX, torch.logsumexp(logits, dim=-1), 0.0)
     return torch.stack([total, normalizer.square().sum()])
 
 
 def cross_entropy_and_z_loss(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (the mean cross entropy, the mean of logsumexp(logits)^2) over the tokens that count, float32 scalars.
+    """Return (the mean cross entropy, the mean of logsumexp(logits)^2) over the tokens that count, scalars of
+    float32 (float64 of such logits).
 
     logits: [T, V]; labels: [T] int64, -100 where a token does not count. 0 if none does.
     """
@@ -55,7 +57,7 @@ def linear_cross_entropy_and_z_loss(
     if chunk_tokens is None:
         sums = of_chunk(hidden, labels)
     else:
-        sums = torch.zeros(2, dtype=torch.float32, device=hidden.device)
+        sums = torch.zeros(2, dtype=wide(hidden), device=hidden.device)
         for h, own in zip(hidden.split(chunk_tokens), labels.split(chunk_tokens), strict=True):
             sums = sums + checkpoint(of_chunk, h, own, use_reentrant=False, preserve_rng_state=False)
     total, squares = (sums / valid_count(labels)).unbind()

@@ -51,7 +51,8 @@ def slot_of(hint: Any, name: str, owner: str) -> Slot:
     """Return the slot of a value annotated `hint`. TypeError where no schema can hold it."""
     if hint in _AS_IT_IS:
         return Slot(name, hint)
-    members = typing.get_args(hint) if isinstance(hint, types.UnionType) or _is_union(hint) else (hint,)
+    # `typing.Union` is what `Literal[...] | None` is
+    members = typing.get_args(hint) if typing.get_origin(hint) in (types.UnionType, typing.Union) else (hint,)
     optional = type(None) in members
     rest = [m for m in members if m is not type(None)]
     if len(rest) == 1:
@@ -68,10 +69,6 @@ def slot_of(hint: Any, name: str, owner: str) -> Slot:
         f"{owner}.{name} is annotated {hint}; an operation takes tensors, numbers, strings, dtypes, enums, process "
         "groups, tuples of sizes, NamedTuples or frozen dataclasses of these, and types made known with `add_kind`"
     )
-
-
-def _is_union(hint: Any) -> bool:
-    return typing.get_origin(hint) is typing.Union  # what `Literal[...] | None` is
 
 
 def _list_of(value: tuple[int, ...] | None) -> list[int]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,66 +23,53 @@ def uses_gated_delta_library(v: Tensor, g: Tensor) -> bool:
     return served_by("gated_delta_rule", "fla", "fla-core", v)
 
 
+class DeltaOperands(NamedTuple):
+    """The tensors of the public function that there always are."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    beta: Tensor
+
+
 def gated_delta_rule(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    scale: float,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    documents: Tensor | None,
+    x: DeltaOperands, scale: float, initial_state: Tensor | None, cu_seqlens: Tensor | None, documents: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """As the public function."""
     if initial_state is None:
-        rows = v.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-        initial_state = v.new_zeros(rows, v.shape[2], k.shape[3], v.shape[3], dtype=wide(v))
-    return delta_rule_fwd(q, k, v, g, beta, initial_state, cu_seqlens, documents, scale)
+        rows = x.v.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        initial_state = x.v.new_zeros(rows, x.v.shape[2], x.k.shape[3], x.v.shape[3], dtype=wide(x.v))
+    return delta_rule_fwd(*x, initial_state, cu_seqlens, documents, scale)
 
 
-def _results(v: Tensor, initial_state: Tensor) -> tuple[Output, Output]:
-    return like(v), like(initial_state, dtype=torch.float32)
+def _results(x: DeltaOperands, initial_state: Tensor) -> tuple[Output, Output]:
+    return like(x.v), like(initial_state, dtype=torch.float32)
 
 
 @operation("gated_delta_rule", _results)
 def delta_rule_fwd(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    initial_state: Tensor,
-    cu_seqlens: Tensor | None,
-    documents: Tensor | None,
-    scale: float,
+    x: DeltaOperands, initial_state: Tensor, cu_seqlens: Tensor | None, documents: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:
     """As `gated_delta_rule`."""
     with torch.no_grad():
-        out, state = _run(q, k, v, g, beta, initial_state, cu_seqlens, documents, scale)
+        out, state = _run(*x, initial_state, cu_seqlens, documents, scale)
     return out.contiguous(), state.contiguous()
 
 
-@operation(
-    "gated_delta_rule_bwd",
-    lambda q, k, v, g, beta, initial_state: tuple(like(x, x.shape) for x in (q, k, v, g, beta, initial_state)),
-)
+@operation("gated_delta_rule_bwd", lambda x, initial_state: tuple(like(z, z.shape) for z in (*x, initial_state)))
 def delta_rule_bwd(
     grad: Tensor,
     grad_state: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
+    x: DeltaOperands,
     initial_state: Tensor,
     cu_seqlens: Tensor | None,
     documents: Tensor | None,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of the first six arguments of the forward pass."""
+    """Return the gradients of the operands and of the initial state."""
     return recomputed_gradients(  # type: ignore[return-value]
-        _run, (q, k, v, g, beta, initial_state), (cu_seqlens, documents, scale), (grad, grad_state)
+        _run, (*x, initial_state), (cu_seqlens, documents, scale), (grad, grad_state)
     )
 
 
@@ -115,11 +103,11 @@ def _run(
     return out, state
 
 
-@register_gradient(
-    delta_rule_fwd, saves=("q", "k", "v", "g", "beta", "initial_state", "cu_seqlens", "documents", "scale")
-)
+_INPUTS = (*DeltaOperands._fields, "initial_state")
+
+
+@register_gradient(delta_rule_fwd, saves=(*_INPUTS, "cu_seqlens", "documents", "scale"))
 def _backward(saved: SimpleNamespace, needs: set[str], grad: Tensor, grad_state: Tensor) -> dict[str, Tensor]:
-    names = ("q", "k", "v", "g", "beta", "initial_state")
     constants = saved.cu_seqlens, saved.documents, saved.scale
-    found = delta_rule_bwd(grad, grad_state, *(getattr(saved, name) for name in names), *constants)
-    return dict(zip(names, found, strict=True))
+    found = delta_rule_bwd(grad, grad_state, *(getattr(saved, name) for name in _INPUTS), *constants)
+    return dict(zip(_INPUTS, found, strict=True))

@@ -46,7 +46,8 @@ def gated_delta_rule(
             return recurrent.step.delta_step(q, k, v, g, beta, factor, initial_state)
         return reference.gated_delta_rule(q, k, v, g, beta, factor, initial_state)
     if library.uses_gated_delta_library(v, g):
-        return library.gated_delta_rule(q, k, v, g, beta, factor, initial_state, cu_seqlens, documents)
+        operands = library.DeltaOperands(q, k, v, g, beta)
+        return library.gated_delta_rule(operands, factor, initial_state, cu_seqlens, documents)
     if recurrent.uses_recurrence(q, k, v, beta, decay=g):
         return recurrent.run_recurrence(q, k, v, g, beta, factor, initial_state, starts_of(documents), cu_seqlens)
     if cu_seqlens is None:

@@ -18,23 +18,23 @@ def choose_gemm(
     """Choose from shapes, formats and hardware alone."""
     backends = (
         ("native", native.reason_against(left, right, out_dtype, hw)),
-        ("triton", against_triton(left, right, hw)),
+        ("triton", against_device(hw, (8, 9)) or against_formats(left, right)),
     )
     empty = left.outer == 0 or right.outer == 0 or left.inner == 0
     return first_possible("scaled_gemm", backends, fallback=hw.type != "cpu" and not empty)
 
 
-def against_triton(left: ScaledOperand, right: ScaledOperand, hw: DeviceCapability) -> str | None:
-    """Return why the Triton kernels cannot multiply these, None where they can."""
+def against_device(hw: DeviceCapability, capability: tuple[int, int]) -> str | None:
+    """Return why Triton kernels that need this compute capability cannot run, None where they can."""
     if hw.type != "cuda":
         return f"it needs a CUDA device, this is {hw.type}"
     if definitions_only():
         return "the backend is 'definition'"
     if not hw.triton:
         return "triton is not installed"
-    if hw.capability < (8, 9):
-        return f"FP8 needs compute capability 8.9, this is {hw}"
-    return against_formats(left, right)
+    if hw.capability < capability:
+        return f"it needs compute capability {capability[0]}.{capability[1]}, this is {hw}"
+    return None
 
 
 def against_formats(left: ScaledOperand, right: ScaledOperand) -> str | None:

@@ -36,12 +36,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return multiply(left, right, bias).view(*x.shape[:-1], weight.shape[0])
 
 
-def multiply_dense(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return `left @ right + bias` in left's dtype, [M, K] by [K, N], all of one dtype."""
-    if not in_float32(left):
-        y = left @ right
-        return y if bias is None else y + bias
-    return _multiply(left, right, bias)
+def multiply_dense(left: Tensor, right: Tensor) -> Tensor:
+    """Return `left @ right` in left's dtype, [M, K] by [K, N], both of one dtype."""
+    return _multiply(left, right, None) if in_float32(left) else left @ right
 
 
 def matmul(left: Tensor, right: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from te_models.suggestions import shown
+from te_models.suggestions import check_choice
 
 from .. import quantize as q
 from .reference import Operand
@@ -94,8 +94,7 @@ class ScaledOperand(NamedTuple):
 
     def check(self, name: str, groups: int | None = None) -> None:
         """Raise ValueError where fields do not fit each other. groups: rows [T, K] have one scale for each of these."""
-        if self.kind not in get_args(Kind):
-            raise ValueError(f"{name}.kind is {shown(self.kind)}; allowed: {', '.join(map(repr, get_args(Kind)))}")
+        check_choice(f"{name}.kind", self.kind, get_args(Kind))
         if self.scale_inv.dtype != _SCALE_DTYPE[self.kind]:
             raise ValueError(f"{name}.scale_inv is {self.scale_inv.dtype}; {self.kind} has {_SCALE_DTYPE[self.kind]}")
         allowed = (torch.uint8,) if self.kind == "nvfp4" else tuple(q.FP8_MAX)

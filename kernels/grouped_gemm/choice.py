@@ -9,10 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..backend import definitions_only
 from ..gemm import native
 from ..gemm.backends import BackendChoice, DeviceCapability, first_possible, hardware
-from ..gemm.choice import against_formats
+from ..gemm.choice import against_device, against_formats
 from ..gemm.few_rows import IntegerOperand, reason_against_format
 from ..gemm.operand import ScaledOperand
 
@@ -22,7 +21,7 @@ def choose_plain(operation: str, a: Tensor, b: Tensor, hw: DeviceCapability) -> 
     if hw.type != "cuda":
         reason = f"it needs a CUDA device, this is {hw.type}"
         return BackendChoice(operation, "loop", (("triton", reason), ("native", reason)), fallback=hw.type != "cpu")
-    backends = (("triton", _against_triton(hw, (8, 0))), ("native", _against_native_plain(a, b)))
+    backends = (("triton", against_device(hw, (8, 0))), ("native", _against_native_plain(a, b)))
     return first_possible(operation, backends, last="loop", fallback=True)
 
 
@@ -30,7 +29,7 @@ def choose_scaled(
     operation: str, left: ScaledOperand, right: ScaledOperand, out_dtype: torch.dtype, hw: DeviceCapability
 ) -> BackendChoice:
     """Choose for quantized operands: Triton, torch's grouped GEMM, a loop of scaled GEMMs, else the emulation."""
-    triton = _against_triton(hw, (8, 9)) or against_formats(left, right)
+    triton = against_device(hw, (8, 9)) or against_formats(left, right)
     backends = [("triton", triton)]
     if operation == "scaled_grouped_gemm" and right.data.shape[0]:
         backends.append(("native", _against_native_scaled(left, right, out_dtype, hw)))
@@ -62,16 +61,6 @@ def explain_grouped_gemm(
     if isinstance(left, Tensor) and isinstance(right, Tensor):
         return str(choose_plain(f"grouped_gemm{wgrad}", left, right, hardware(left.device)))
     raise ValueError("one side is quantized and the other is not; a grouped GEMM takes two of a kind")
-
-
-def _against_triton(hw: DeviceCapability, capability: tuple[int, int]) -> str | None:
-    if hw.type != "cuda":
-        return f"it needs a CUDA device, this is {hw.type}"
-    if definitions_only():
-        return "the backend is 'definition'"
-    if not hw.triton:
-        return "triton is not installed"
-    return None if hw.capability >= capability else f"it needs compute capability {capability[0]}.{capability[1]}"
 
 
 def _against_native_plain(a: Tensor, b: Tensor) -> str | None:

@@ -26,16 +26,15 @@ from .fp8.reference import FP8_MAX, e8m0_to_float, scale_from_amax
 from .fp8.rounding import quantize_and_round
 from .hadamard import flip_signs, inverse_random_hadamard
 from .hashed import hash_key, hashed_bits
-from .nvfp4.four_over_six import ErrorMode
+from .nvfp4.copies import transpose_nvfp4
+from .nvfp4.four_over_six import ErrorMode, quantize_four_over_six
 from .nvfp4.op import (
     decode_blocks,
     dequantize_nvfp4,
-    quantize_four_over_six,
     quantize_grouped_four_over_six,
     quantize_grouped_nvfp4,
     quantize_nvfp4,
     quantize_nvfp4_transposed,
-    transpose_nvfp4,
 )
 from .nvfp4.reference import global_decode
 from .output import QuantizedOutput

@@ -12,7 +12,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from te_models.suggestions import shown
+from te_models.suggestions import check_choice, shown
 
 from ..custom_op import Output, like
 from .fp8 import blocks, reference
@@ -40,10 +40,8 @@ class QuantizedOutput:
     def __post_init__(self) -> None:
         if self.block not in (0, 32, 128):
             raise ValueError(f"block is {shown(self.block)}; allowed: 0 (one scale), 32, 128")
-        if self.fp8_dtype not in FP8_MAX:
-            raise ValueError(f"fp8_dtype is {self.fp8_dtype}; allowed: {', '.join(map(str, FP8_MAX))}")
-        if self.scale_kind not in ("float32", "pow2", "e8m0"):
-            raise ValueError(f"scale_kind is {shown(self.scale_kind)}; allowed: 'float32', 'pow2', 'e8m0'")
+        check_choice("fp8_dtype", self.fp8_dtype, FP8_MAX)
+        check_choice("scale_kind", self.scale_kind, ("float32", "pow2", "e8m0"))
         if not (self.rowwise or self.columnwise):
             raise ValueError("rowwise and columnwise are False; allowed: one of them, or both")
 

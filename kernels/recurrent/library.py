@@ -71,7 +71,7 @@ def recurrence_backward(
     dv, dg, dstate = (torch.empty(x.shape, dtype=torch.float32, device="cpu") for x in (v, g, states))
     if operands[7] is not None:  # tokens behind the last document have none
         dv, dg = dv.zero_(), dg.zero_()
-    dbeta = None if beta is None else torch.zeros_like(g)
+    dbeta = None if beta is None else torch.zeros_like(beta)
     tensors = [*operands, *others, dq, dk, dv, dg, dbeta, dstate]
     _function("te_recurrent_backward")(_addresses(tensors), _sizes(operands), scale, parts, threads)
     return (*(x[0] if parts == 1 else x.sum(0) for x in (dq, dk)), dv, dg, dbeta, dstate)  # type: ignore[return-value]
@@ -82,11 +82,11 @@ def _addresses(tensors: Sequence[Tensor | None]) -> Any:
 
 
 def _sizes(operands: Sequence[Tensor | None]) -> Any:
-    q, v, ends = operands[0], operands[2], operands[7]
-    assert q is not None and v is not None
+    q, v, g, ends = operands[0], operands[2], operands[3], operands[7]
+    assert q is not None and v is not None and g is not None
     (batch, tokens, heads, V), (key_heads, K) = v.shape, q.shape[2:]
     documents = batch if ends is None else ends.shape[0] - 1
-    return (_N * 7)(batch, tokens, heads, heads // key_heads, K, V, documents)
+    return (_N * 8)(batch, tokens, heads, heads // key_heads, K, V, documents, g.dim() == 4)
 
 
 def _threads(operands: Sequence[Tensor | None], passes: int) -> int:

@@ -1,5 +1,5 @@
-"""Rules that carry a state, with a scalar decay for each head, as differentiable operations of a CPU: the gated delta
-rule and linear attention, float32.
+"""Rules that carry a state as differentiable operations of a CPU: the gated delta rule and linear attention, with a
+decay for each head or for each channel of keys, float32.
 
 Chunks of plain torch read and write every matrix of every chunk a dozen times, from memory where a sequence is long; in
 C++ the scores of one head stay in the cache, halves that a causal mask hides are not computed, and documents begin
@@ -20,9 +20,10 @@ from ..compiling import compiling
 from ..custom_op import Output, direct, like, operation, register_gradient, takes
 from .library import RULES, recurrence_backward, recurrence_forward
 
-_OPERANDS = """q: float32 [B, T, G, K]; k: float32 [B, T, G, K]; v: float32 [B, T, H, V]; g: float32 [B, T, H];
-    beta: float32 [B, T, H]?; initial_state: float32 [_, H, K, V]?; starts: bool [B, T]?; ends: int64 [_]?"""
-_FIT = """G > 0 and H % G == 0; ends is None or ends.shape[0] > 0;
+_OPERANDS = """q: float32 [B, T, G, K]; k: float32 [B, T, G, K]; v: float32 [B, T, H, V];
+    g: float32 [B, T, H, *C]; beta: float32 [B, T, H]?; initial_state: float32 [_, H, K, V]?;
+    starts: bool [B, T]?; ends: int64 [_]?"""
+_FIT = """G > 0 and H % G == 0; C in ((), (K,)); ends is None or ends.shape[0] > 0;
     initial_state is None or initial_state.shape[0] == (B if ends is None else ends.shape[0] - 1)"""
 _TAKES = takes(f"{_OPERANDS}; {_FIT}")
 _GRADIENTS_TAKE = takes(
@@ -33,8 +34,8 @@ _GRADIENTS_TAKE = takes(
 
 def uses_recurrence(*tensors: Tensor, decay: Tensor) -> bool:
     """Whether `run_recurrence` computes a rule of these tensors: plain ones on CPU, none of them float64, in eager code
-    or a graph. decay: its logarithm, [B, T, H]; one for each channel of keys is for others."""
-    if decay.dim() != 3 or any(type(x) not in PLAIN or not x.dtype.is_floating_point for x in tensors):
+    or a graph. decay: its logarithm, [B, T, H] or [B, T, H, K]."""
+    if any(type(x) not in PLAIN or not x.dtype.is_floating_point for x in tensors):
         return False
     if any(x.device.type != "cpu" or x.dtype == torch.float64 for x in (*tensors, decay)):
         return False
@@ -55,6 +56,7 @@ def run_recurrence(
     """Return out [B, T, H, V] in v's dtype and the states behind each row, or each document [M, H, K, V], float32.
 
     Where `uses_recurrence`: S = exp(g) S; S = S + k (beta (v - S^T k))^T, or S + k v^T without beta; out = scale S^T q.
+    g: [B, T, H] or [B, T, H, K].
     starts: [B, T] bool, where a state of zeros begins. cu_seqlens: [M + 1] int. Differentiable once.
     """
     tensors = (None if x is None else x.float().contiguous() for x in (q, k, v, g, beta, initial_state))
@@ -99,7 +101,7 @@ def _gradients(
     k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, ends: Tensor | None
 ) -> tuple[Output, Output, Output, Output, Output, Output]:
     states = _results(k, v, beta, ends)[2]
-    of_beta = like(g, (0,) if beta is None else g.shape)
+    of_beta = like(v, (0,) if beta is None else beta.shape)
     return like(k, k.shape), like(k, k.shape), like(v, v.shape), like(g, g.shape), of_beta, states
 
 

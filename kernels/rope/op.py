@@ -12,16 +12,12 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from te_models.suggestions import shown
+from te_models.suggestions import check_choice
 
 from ..backend import definitions_only
 from ..cpu_rows import apply_rope as rotate_rows
 from ..custom_op import FLOATS, like, operation, register_gradient, takes
 from . import reference
-from .reference import rope_tables
-
-__all__ = ["apply_rope", "rope", "rope_frequencies", "rope_tables"]
-
 
 _TAKES = takes(
     f"x: {FLOATS} [B, S, N, D]; cos: float32 [C, S, P]; sin: float32 [C, S, P]; C == B or C == 1; 2 * P <= D"
@@ -92,8 +88,7 @@ def rope_frequencies(
     model's). sequence_length: int64 scalar tensor, read by "dynamic" and "longrope" only, without a host
     synchronisation; None means a short sequence. Raises ValueError for an unknown scaling or a missing argument.
     """
-    if scaling not in SCALINGS:
-        raise ValueError(f"scaling is {shown(scaling)}; allowed: {', '.join(map(repr, SCALINGS))}")
+    check_choice("scaling", scaling, SCALINGS)
     if scaling == "proportional":
         return _proportional(head_dim, base, rotary_percent, factor or 1.0, device), 1.0
     rotated = int(head_dim * rotary_percent)

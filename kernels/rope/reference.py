@@ -4,9 +4,9 @@ B batch, S sequence, N heads, D head channels, R rotated channels (R <= D, the r
 
 Tables are half-width [.., R/2]: both members of a pair share their angle, so the full-width tables that many
 implementations carry hold everything twice. The pairs are (i, i + R/2) for style "half", (2i, 2i + 1) for
-"interleaved". Rounding: everything is float32 until the result is rounded to x's dtype. Published implementations round
-the tables to x's dtype first. That only adds error, and a fusing compiler drops it, so that their compiled and eager
-results differ; in float32 the two are the same to the last bit.
+"interleaved". Rounding: everything is float32 until the result is rounded to x's dtype (float64 of such x, tables
+aside). Published implementations round the tables to x's dtype first. That only adds error, and a fusing compiler drops
+it, so that their compiled and eager results differ; in float32 the two are the same to the last bit.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from te_models.suggestions import shown
+from te_models.suggestions import check_choice
+
+from ..chunks import wide
 
 
 def rope_tables(position_ids: Tensor, frequencies: Tensor, attention_factor: float = 1.0) -> tuple[Tensor, Tensor]:
@@ -28,8 +30,7 @@ def rope_tables(position_ids: Tensor, frequencies: Tensor, attention_factor: flo
 
 def check_rope(x: Tensor, cos: Tensor, style: str) -> None:
     """Raise ValueError for a style that does not exist or tables wider than x."""
-    if style not in ("half", "interleaved"):
-        raise ValueError(f"style is {shown(style)}; allowed: 'half', 'interleaved'")
+    check_choice("style", style, ("half", "interleaved"))
     if 2 * cos.shape[-1] > x.shape[-1]:
         raise ValueError(f"the tables rotate {2 * cos.shape[-1]} channels, but x has {x.shape[-1]}")
 
@@ -40,7 +41,7 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, style: str = "half") -> Tens
     cos, sin = cos[:, :, None], sin[:, :, None]
     turning = x[..., :rotated]
     a, b = turning.chunk(2, dim=-1) if style == "half" else turning.unflatten(-1, (-1, 2)).unbind(-1)
-    a, b = a.float(), b.float()
+    a, b = a.to(wide(a)), b.to(wide(b))
     # Rounding each half before joining them moves half the bytes of joining in float32.
     halves = (a * cos - b * sin).to(x.dtype), (b * cos + a * sin).to(x.dtype)
     if style == "half":

@@ -15,26 +15,6 @@ from torch import Tensor
 from ..backend import definitions_only
 from ..custom_op import FLOATS, Output, like, operation, register_gradient, takes
 from . import reference
-from .reference import (
-    joint_shares,
-    load_balancing_loss,
-    mean_probabilities,
-    router_probabilities,
-    router_z_loss,
-    weights_of,
-)
-
-__all__ = [
-    "joint_shares",
-    "load_balancing_loss",
-    "mean_probabilities",
-    "router_probabilities",
-    "router_topk",
-    "router_topk_bwd",
-    "router_topk_fwd",
-    "router_z_loss",
-    "weights_of",
-]
 
 
 def _choice(logits: Tensor, topk: int) -> tuple[Output, Output]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from te_models.suggestions import shown
+from te_models.suggestions import check_choice
 
 from ..compiling import compiling
 
@@ -52,10 +52,8 @@ def check_router(
     num_experts: int, topk: int, score: str, num_groups: int | None, topk_groups: int | None, group_score: str
 ) -> None:
     """Raise ValueError for an unknown name or an impossible count; see `router_topk`."""
-    if score not in ("softmax", "sigmoid", "sqrtsoftplus"):
-        raise ValueError(f"score is {shown(score)}; allowed: 'softmax', 'sigmoid', 'sqrtsoftplus'")
-    if group_score not in ("max", "top2_sum"):
-        raise ValueError(f"group_score is {shown(group_score)}; allowed: 'max', 'top2_sum'")
+    check_choice("score", score, ("softmax", "sigmoid", "sqrtsoftplus"))
+    check_choice("group_score", group_score, ("max", "top2_sum"))
     if (num_groups is None) != (topk_groups is None):
         raise ValueError(f"topk_groups is {topk_groups}; allowed: a count with num_groups, None without")
     available = num_experts

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import itertools
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +24,17 @@ _CHUNK = 256
 def uses_scan_library(x: Tensor) -> bool:
     """Whether the library computes the scan of x; counts why not, on CUDA."""
     return served_by("state_space_scan", "mamba_ssm", "mamba-ssm", x)
+
+
+class ScanOperands(NamedTuple):
+    """The tensors of the public function but for the initial state."""
+
+    x: Tensor
+    dt: Tensor
+    A: Tensor
+    B: Tensor
+    C: Tensor
+    D: Tensor
 
 
 def state_space_scan(
@@ -44,47 +56,34 @@ def state_space_scan(
     return state_space_fwd(x, dt, A, B, C, D, initial_state, cu_seqlens, documents)
 
 
-def _results(x: Tensor, initial_state: Tensor) -> tuple[Output, Output]:
-    return like(x, x.shape), like(initial_state, initial_state.shape, torch.float32)
+def _results(operands: ScanOperands, initial_state: Tensor) -> tuple[Output, Output]:
+    return like(operands.x, operands.x.shape), like(initial_state, initial_state.shape, torch.float32)
 
 
 @operation("state_space_scan", _results)
 def state_space_fwd(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor,
-    initial_state: Tensor,
-    cu_seqlens: Tensor | None,
-    documents: Tensor | None,
+    operands: ScanOperands, initial_state: Tensor, cu_seqlens: Tensor | None, documents: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """As `state_space_scan`."""
     with torch.no_grad():
-        y, state = _run(x, dt, A, B, C, D, initial_state, cu_seqlens, documents)
+        y, state = _run(*operands, initial_state, cu_seqlens, documents)
     return y.contiguous(), state.contiguous()
 
 
 @operation(
     "state_space_scan_bwd",
-    lambda x, dt, A, B, C, D, initial_state: tuple(like(z, z.shape) for z in (x, dt, A, B, C, D, initial_state)),
+    lambda operands, initial_state: tuple(like(z, z.shape) for z in (*operands, initial_state)),
 )
 def state_space_bwd(
     grad: Tensor,
     grad_state: Tensor,
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor,
+    operands: ScanOperands,
     initial_state: Tensor,
     cu_seqlens: Tensor | None,
     documents: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of the first seven arguments of the forward pass."""
-    inputs = (x, dt, A, B, C, D, initial_state)
+    """Return the gradients of the operands and of the initial state."""
+    inputs = (*operands, initial_state)
     return recomputed_gradients(_run, inputs, (cu_seqlens, documents), (grad, grad_state))  # type: ignore[return-value]
 
 
@@ -118,8 +117,10 @@ def _run(
     return (out, after) if of_rows is None else of_rows(out, after)
 
 
-@register_gradient(state_space_fwd, saves=("x", "dt", "A", "B", "C", "D", "initial_state", "cu_seqlens", "documents"))
+_INPUTS = (*ScanOperands._fields, "initial_state")
+
+
+@register_gradient(state_space_fwd, saves=(*_INPUTS, "cu_seqlens", "documents"))
 def _backward(saved: SimpleNamespace, needs: set[str], grad: Tensor, grad_state: Tensor) -> dict[str, Tensor]:
-    names = ("x", "dt", "A", "B", "C", "D", "initial_state")
-    operands = (*(getattr(saved, name) for name in names), saved.cu_seqlens, saved.documents)
-    return dict(zip(names, state_space_bwd(grad, grad_state, *operands), strict=True))
+    operands = (*(getattr(saved, name) for name in _INPUTS), saved.cu_seqlens, saved.documents)
+    return dict(zip(_INPUTS, state_space_bwd(grad, grad_state, *operands), strict=True))

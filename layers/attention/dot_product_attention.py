@@ -18,7 +18,7 @@ from te_models.kernels import flash_attention
 from te_models.kernels.gemm import matmul
 from te_models.kernels.packed_attention import flex_packed_attention, packed_attention
 from te_models.kernels.torch_versions import exporting
-from te_models.suggestions import shown
+from te_models.suggestions import check_choice, shown
 
 from ..distributed.context_parallel import ContextShard, groups_by_ranks
 from ..module.extra_state import leave_extra_state
@@ -356,9 +356,3 @@ def key_value_heads(heads: int, num_gqa_groups: int | None) -> int:
     if groups < 1 or heads % groups:
         raise ValueError(f"num_gqa_groups is {num_gqa_groups}; allowed: a divisor of {heads} heads")
     return groups
-
-
-def check_choice(option: str, value: str, allowed: tuple[str, ...]) -> None:
-    """Raise ValueError unless an option has one of the allowed values."""
-    if value not in allowed:
-        raise ValueError(f"{option} is {shown(value)}; allowed: {', '.join(map(repr, allowed))}")

@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from te_models.suggestions import shown
+from te_models.suggestions import check_choice, shown
 
 from .rows import SequenceRows, packed_rows, padded_rows, rows_not_hidden, whole_rows
 
@@ -28,10 +28,7 @@ class ScoreBias(NamedTuple):
 
     def check(self) -> None:
         """Raise ValueError where something is missing, or given and would not be looked at."""
-        if self.kind not in get_args(BiasType):
-            raise ValueError(
-                f"core_attention_bias_type is {shown(self.kind)}; allowed: {', '.join(map(repr, get_args(BiasType)))}"
-            )
+        check_choice("core_attention_bias_type", self.kind, get_args(BiasType))
         if (self.bias is not None) != (self.kind in ("pre_scale_bias", "post_scale_bias")):
             is_given = "missing" if self.bias is None else "given"
             raise ValueError(f"core_attention_bias is {is_given} with core_attention_bias_type {shown(self.kind)}")

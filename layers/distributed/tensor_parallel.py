@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from te_models.kernels.torch_versions import own_result
-from te_models.suggestions import shown
+from te_models.suggestions import check_choice
 
 from ..collectives import all_gather, all_reduce, check_member, reduce_scatter, resolve_group
 
@@ -104,8 +104,7 @@ class TensorParallelModule(nn.Module):
         Sets `parallel_mode`, to None where there is one rank. ValueError for an unknown one.
         """
         parallel_mode = split.mode
-        if parallel_mode not in (None, *_WEIGHT_DIM):
-            raise ValueError(f"parallel_mode is {shown(parallel_mode)}; allowed: None, 'column', 'row'")
+        check_choice("parallel_mode", parallel_mode, (None, *_WEIGHT_DIM))
         self.set_parallel(split.group, split.size, split.sequence_parallel)
         vars(self).update(asked_mode=parallel_mode, parallel_mode=parallel_mode if self.tp_size > 1 else None)
         if self.parallel_mode == "column":

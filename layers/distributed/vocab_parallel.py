@@ -62,7 +62,8 @@ class VocabShard(NamedTuple):
 def vocab_parallel_cross_entropy(
     logits: Tensor, labels: Tensor, shard: VocabShard, *, label_smoothing: float = 0.0, ignore_index: int = IGNORE_INDEX
 ) -> Tensor:
-    """Return the loss of each token, the same on every rank, float32 in labels' shape; 0 where it does not count.
+    """Return the loss of each token, the same on every rank, float32 (float64 of such logits) in labels' shape; 0
+    where it does not count.
 
     logits: [..., v], this rank's words; labels: [...] integer, words of the whole vocabulary, or ignore_index.
     Differentiable once in the logits: the loss depends on all ranks' logits, and each rank gets the gradient of its
@@ -136,8 +137,8 @@ def vocab_parallel_linear_cross_entropy(
     z_loss_coeff: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """Return the mean cross entropy of all words' logits plus z_loss_coeff times the z-loss, the mean of logsumexp^2 of
-    them (0 without the coefficient), and the z-loss alone, without a gradient: float32 scalars, the same on every rank;
-    0 if no label is valid.
+    them (0 without the coefficient), and the z-loss alone, without a gradient: scalars of float32 (float64 of such
+    hidden states), the same on every rank; 0 if no label is valid.
 
     hidden: [T, H], the same on every rank; weight: [v, H]; bias: [v]; labels: [T] int64, words of the whole vocabulary,
     -100 where a token does not count; other arguments as for `te_models.kernels.cross_entropy.linear_cross_entropy`.
@@ -271,8 +272,8 @@ def vocab_parallel_linear_log_probs(
         raise ValueError(f"chunk_tokens is {chunk_tokens}; allowed: 1 or more, or None for {CHUNK_TOKENS}")
     shard = VocabShard() if shard is None else shard
     _check_words(labels, shard.place(weight.shape[0])[1], IGNORE_INDEX)
-    factor = None if statically_known_true(multiplier == 1.0) else scalar_tensor(multiplier, hidden.device)
-    cap = None if softcap is None else scalar_tensor(softcap, hidden.device)
+    factor = None if statically_known_true(multiplier == 1.0) else scalar_tensor(multiplier, hidden)
+    cap = None if softcap is None else scalar_tensor(softcap, hidden)
     chunk = CHUNK_TOKENS if chunk_tokens is None else chunk_tokens
     return _LinearLogProbs.apply(hidden, weight, bias, labels, shard, factor, cap, chunk)
 

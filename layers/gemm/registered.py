@@ -15,7 +15,7 @@ from torch import Tensor
 from te_models.kernels.custom_op import Alias, Output, differentiable, like, operation
 from te_models.kernels.gemm.dense import linear as dense
 from te_models.kernels.gemm.dense import multiply_dense
-from te_models.suggestions import shown
+from te_models.suggestions import check_choice
 
 from ..dynamo.custom_op import QuantizedResult, quantized_like
 from ..quantizer.delayed import update_amax_
@@ -34,8 +34,7 @@ Boundary = Literal["kernel", "layer"]
 
 def check_boundary(boundary: str, tp_size: int, delay_wgrad_compute: bool) -> Boundary:
     """Return the boundary. ValueError for an unknown one, and for "layer" with what one operation cannot do."""
-    if boundary not in ("kernel", "layer"):
-        raise ValueError(f"boundary is {shown(boundary)}; allowed: 'kernel', 'layer'")
+    check_choice("boundary", boundary, ("kernel", "layer"))
     refused = {"a weight that is split over ranks": tp_size > 1, "delay_wgrad_compute=True": delay_wgrad_compute}
     for what, there in refused.items():
         if there and boundary == "layer":

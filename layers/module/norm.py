@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from te_models.kernels.norm import Norm, layer_norm, rms_norm
-from te_models.suggestions import shown
+from te_models.suggestions import check_choice
 
 from ..gemm.prologue import Prologue
 from .extra_state import leave_extra_state
@@ -34,8 +34,7 @@ class _Norm(nn.Module):
         device: torch.device | str | None,
     ) -> None:
         super().__init__()
-        if cast_order not in ("weight_first", "weight_last"):
-            raise ValueError(f"cast_order is {shown(cast_order)}; allowed: 'weight_first', 'weight_last'")
+        check_choice("cast_order", cast_order, ("weight_first", "weight_last"))
         shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
         if not shape:
             raise ValueError("normalized_shape is empty; allowed: a number, or a sequence of numbers")
@@ -176,7 +175,6 @@ class PrecedingNorm(nn.Module):
 
 def default_cast_order(normalization: str) -> str:
     """Return where the named norm rounds unless told otherwise; an unknown name raises ValueError."""
-    orders = {"RMSNorm": "weight_last", "LayerNorm": "weight_first"}
-    if normalization not in orders:
-        raise ValueError(f"normalization is {shown(normalization)}; allowed: 'LayerNorm', 'RMSNorm'")
+    orders = {"LayerNorm": "weight_first", "RMSNorm": "weight_last"}
+    check_choice("normalization", normalization, orders)
     return orders[normalization]

@@ -195,11 +195,11 @@ def check_entries(
             )
 
 
-def new_master(parameter: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return a master of a parameter, sharded alike: the present values, or of a quantized one those that it was
-    quantized from, where they were preserved; they are then freed."""
+def new_master(parameter: Tensor) -> Tensor:
+    """Return a float32 master of a parameter, sharded alike: the present values, or of a quantized one those that it
+    was quantized from, where they were preserved; they are then freed."""
     local = local_part(parameter)
-    master = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+    master = torch.zeros_like(parameter, dtype=torch.float32, requires_grad=False)
     before = take_initial_value(parameter, local) if isinstance(local, QuantizedTensor) else None
     local_part(master).copy_(values(local, torch.float32) if before is None else before)
     return master

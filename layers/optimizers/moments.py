@@ -20,7 +20,7 @@ from torch import Tensor
 
 from te_models.kernels.quantize import hash_key, hashed_bits, scale_from_amax
 from te_models.kernels.quantize.cpu import moments as cpu_moments
-from te_models.suggestions import shown
+from te_models.suggestions import check_choice, shown
 
 from ..tensor.fsdp import largest_part, local_part, rows_like
 from .adamw_update import Update, compiled_by_shape
@@ -111,8 +111,7 @@ class MomentStore:
     """
 
     def __init__(self, dtype: MomentDtype, seed: int, compile: bool) -> None:
-        if dtype not in MOMENT_DTYPES:
-            raise ValueError(f"moment_dtype is {shown(dtype)}; allowed: {', '.join(map(repr, MOMENT_DTYPES))}")
+        check_choice("moment_dtype", dtype, MOMENT_DTYPES)
         self.dtype: MomentDtype = dtype
         self.seed = seed
         self._round: Callable[..., tuple[Tensor, ...]] = torch.compile(_round, dynamic=True) if compile else _round

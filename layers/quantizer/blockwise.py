@@ -14,7 +14,7 @@ from te_models.kernels.backend import Backend
 from te_models.kernels.gemm import Operand, ScaledOperand
 from te_models.kernels.quantize.cpu import fields as cpu_fields
 from te_models.kernels.quantize.cpu import fields_op
-from te_models.suggestions import shown
+from te_models.suggestions import check_choice
 
 from .encoding import Encoding, Fields, RowsByGroup, Scale, Schema, Usage, Use, Uses
 from .fp8 import FP8Quantizer, check_epsilon
@@ -190,8 +190,7 @@ class Float8BlockQuantizer(_BlockwiseQuantizer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.block_scaling_dim not in (1, 2):
-            raise ValueError(f"block_scaling_dim is {shown(self.block_scaling_dim)}; allowed: 1, 2")
+        check_choice("block_scaling_dim", self.block_scaling_dim, (1, 2))
         check_epsilon(self.amax_epsilon)
 
     @derived

@@ -16,7 +16,7 @@ from te_models.kernels.gemm import Operand, ScaledOperand
 from te_models.kernels.quantize.cpu import fields as cpu_fields
 from te_models.kernels.quantize.cpu import fields_op
 from te_models.kernels.quantize.fp8.dequantize_grouped import dequantize_grouped
-from te_models.suggestions import shown
+from te_models.suggestions import check_choice, shown
 
 from .base import Quantizer
 from .encoding import Encoding, Fields, NumberFormat, RowsByGroup, Scale, Usage, Use, Uses
@@ -34,8 +34,7 @@ class FP8Quantizer(Quantizer):
         super().__post_init__()
         if isinstance(self.fp8_dtype, enum.Enum):
             object.__setattr__(self, "fp8_dtype", dtype_of_enum(self.fp8_dtype))
-        if self.fp8_dtype not in q.FP8_MAX:
-            raise ValueError(f"fp8_dtype is {shown(self.fp8_dtype)}; allowed: {', '.join(map(str, q.FP8_MAX))}")
+        check_choice("fp8_dtype", self.fp8_dtype, q.FP8_MAX)
 
     def part_dtype(self, part: str) -> torch.dtype | None:
         return self.fp8_dtype if part == "data" else torch.float32
@@ -58,8 +57,7 @@ class FP8Quantizer(Quantizer):
         if field != "fp8_dtype":
             return value
         dtypes = {str(d).removeprefix("torch."): d for d in q.FP8_MAX}
-        if value not in dtypes:
-            raise ValueError(f"fp8_dtype is {shown(value)}; allowed: {', '.join(map(repr, dtypes))}")
+        check_choice("fp8_dtype", value, dtypes)
         return dtypes[value]
 
 

@@ -17,7 +17,7 @@ from te_models.kernels.quantize.integers.reference import (
     quantize_integers,
     unpack_nibbles,
 )
-from te_models.suggestions import shown
+from te_models.suggestions import check_choice, shown
 
 from .base import Quantizer
 from .encoding import WHOLE_ROW, Encoding, Fields, RowsByGroup, Scale, Schema, Use, Uses
@@ -51,8 +51,7 @@ class IntQuantizer(Quantizer):
         size = self.group_size
         if size != 0 and (size < 8 or size & (size - 1)):
             raise ValueError(f"group_size is {shown(size)}; allowed: 0 for whole rows, and powers of two from 8")
-        if self.scale_dtype not in _SCALE_DTYPES:
-            raise ValueError(f"scale_dtype is {shown(self.scale_dtype)}; allowed: {', '.join(map(str, _SCALE_DTYPES))}")
+        check_choice("scale_dtype", self.scale_dtype, _SCALE_DTYPES)
 
     @derived
     def PARTS(self) -> tuple[str, ...]:  # type: ignore[override]
@@ -110,8 +109,7 @@ class IntQuantizer(Quantizer):
         if field != "scale_dtype":
             return value
         dtypes = {str(dtype).removeprefix("torch."): dtype for dtype in _SCALE_DTYPES}
-        if value not in dtypes:
-            raise ValueError(f"scale_dtype is {shown(value)}; allowed: {', '.join(map(repr, dtypes))}")
+        check_choice("scale_dtype", value, dtypes)
         return dtypes[value]
 
 

@@ -15,7 +15,7 @@ from te_models.kernels.gemm import Operand, ScaledOperand
 from te_models.kernels.quantize.cpu import fields as cpu_fields
 from te_models.kernels.quantize.cpu import fields_op
 from te_models.kernels.quantize.fp8.dequantize_grouped import unpad_rows
-from te_models.suggestions import shown
+from te_models.suggestions import check_choice, shown
 
 from .base import Quantizer
 from .encoding import Encoding, Fields, Parts, RowsByGroup, Scale, Schema, Usage, Use, Uses
@@ -79,8 +79,7 @@ class NVFP4Quantizer(Quantizer):
         if self.nvfp4_e4m3_max not in ((448, 256) if self.nvfp4_use_4over6 else (448,)):
             allowed = "448, 256" if self.nvfp4_use_4over6 else "448, and 256 with nvfp4_use_4over6"
             raise ValueError(f"nvfp4_e4m3_max is {shown(self.nvfp4_e4m3_max)}; allowed: {allowed}")
-        if self.nvfp4_4over6_err_mode not in ("MAE", "MSE"):
-            raise ValueError(f"nvfp4_4over6_err_mode is {shown(self.nvfp4_4over6_err_mode)}; allowed: 'MAE', 'MSE'")
+        check_choice("nvfp4_4over6_err_mode", self.nvfp4_4over6_err_mode, ("MAE", "MSE"))
 
     @derived
     def symmetric(self) -> bool:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal, get_args
 
 from torch import Tensor
 
-from te_models.suggestions import shown
+from te_models.suggestions import check_choice, shown
 
 from ..quantizer import (
     Float8BlockQuantizer,
@@ -107,8 +107,7 @@ class Float8BlockScaling(Recipe):
     def __post_init__(self) -> None:
         dims = {n: getattr(self, f"{n}_block_scaling_dim") for n in ("x", "w", "grad")}
         for name, dim in dims.items():
-            if dim not in (1, 2):
-                raise ValueError(f"{name}_block_scaling_dim is {shown(dim)}; allowed: 1, 2")
+            check_choice(f"{name}_block_scaling_dim", dim, (1, 2))
         for a, b in (("x", "w"), ("grad", "w"), ("grad", "x")):
             if dims[a] == dims[b] == 2:
                 raise ValueError(f"{a}_block_scaling_dim and {b}_block_scaling_dim are both 2; allowed: one of the two")

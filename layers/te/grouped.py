@@ -38,8 +38,8 @@ def group_quantize(
     rounding. ValueError for dimensions that do not fit the tensor.
     """
     x = tensor.detach()
-    usages = _asked_usages(quantizer)
     quantizer = cast("Any", quantizer).copy()
+    usages = [usage for usage, wanted in quantizer.get_usages().items() if wanted]
     if last_dims is not None:
         return _of_shapes(x, quantizer, num_tensors, first_dims, last_dims, key)
     x = x.reshape(-1, x.shape[-1])
@@ -78,10 +78,6 @@ def bgrad_group_quantize(
     group = GroupOffsets.of(first_dims, x.shape[0]).group  # G in rows past the last group
     sums = x.new_zeros((num_tensors + 1, x.shape[1]), dtype=torch.float32).index_add_(0, group, x.float())
     return grouped, sums[:num_tensors].to(x.dtype)
-
-
-def _asked_usages(quantizer: Any) -> list[str]:
-    return [usage for usage, wanted in quantizer.get_usages().items() if wanted]
 
 
 def _no_amax(quantizer: Quantizer) -> bool:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from te_models.kernels.asserted import asserted
-from te_models.suggestions import shown
+from te_models.suggestions import check_choice
 
 from ..quantizer.schema import field_layouts
 from ..tensor.quantized_tensor import QuantizedTensor
@@ -130,8 +130,7 @@ def moe_sort_chunks_by_index_with_probs(
 
 
 def _check(map_type: str) -> None:
-    if map_type not in ("mask", "index"):
-        raise ValueError(f"map_type is {shown(map_type)}; allowed: 'mask', 'index'")
+    check_choice("map_type", map_type, ("mask", "index"))
 
 
 def _rows(inp: Tensor, routing_map: Tensor, wanted: int | None, map_type: str) -> Tensor:

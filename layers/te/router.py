@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from te_models.kernels.router.reference import top_k, within_groups
-from te_models.suggestions import shown
+from te_models.suggestions import check_choice
 
 from .arguments import takes_at_default
 
@@ -117,7 +117,6 @@ def _map(logits: Tensor, indices: Tensor) -> Tensor:
 
 
 def _check(logits: Tensor, topk: int, score_function: str) -> None:
-    if score_function not in _SCORES:
-        raise ValueError(f"score_function is {shown(score_function)}; allowed: {', '.join(map(repr, _SCORES))}")
+    check_choice("score_function", score_function, _SCORES)
     if not 0 < topk <= logits.shape[-1]:
         raise ValueError(f"topk is {topk}; allowed: 1 to {logits.shape[-1]}, the number of experts")

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import torch
 from torch import Tensor
 
-from te_models.suggestions import shown
+from te_models.suggestions import check_choice
 
 from ..quantizer.delayed import ROLES, Float8Quantizer
 from ..quantizer.state import QuantizerState, with_gradient_state, with_state
@@ -68,8 +68,7 @@ class RecipeState:
         device: torch.device | str | None = None,
         roles: Sequence[QuantizerRole | None] | None = None,
     ) -> None:
-        if mode not in SLOTS:
-            raise ValueError(f"mode is {shown(mode)}; allowed: 'forward', 'backward'")
+        check_choice("mode", mode, SLOTS)
         if roles is not None and len(roles) != num_quantizers:
             raise ValueError(f"roles has {len(roles)} entries; allowed: {num_quantizers}, one per quantizer")
         self.recipe, self.num_quantizers, self.roles, self.device = recipe, num_quantizers, roles, device

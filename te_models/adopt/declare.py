@@ -77,9 +77,8 @@ class Writer:
 
     def instance(self, value: Any, indent: int) -> str:
         """Return the source of an entry, or of names: arguments that are not the default."""
-        for module, name, constant in _constants():
-            if constant == value and type(constant) is type(value):
-                return self.use(name, module)
+        if type(value) is type(common.ATTENTION_BIAS) and value == common.ATTENTION_BIAS:
+            return self.use("ATTENTION_BIAS", common.__name__)
         arguments, positional = [], not isinstance(value, Names | Family)
         for f in fields(value):
             current = getattr(value, f.name)
@@ -106,10 +105,6 @@ class Writer:
                     constant = self.use(name.upper(), f"{module}.{FAMILIES.file_of(name)}")
                     return f'next(entry for entry in {constant}.fields if "{inner.names[0]}" in entry.names)'
             raise
-
-
-def _constants() -> list[tuple[str, str, Any]]:
-    return [(common.__name__, "ATTENTION_BIAS", common.ATTENTION_BIAS)]
 
 
 def usual_decoder(entries: tuple[Entry, ...]) -> tuple[dict[str, Any], dict[str, str], list[Entry]]:

@@ -124,9 +124,9 @@ def read_leniently(family: Family, values: Mapping[str, Any]) -> tuple[Values, l
     return found, refused
 
 
-def from_paths(paths: Mapping[str, Any], base: Mapping[str, Any] | None = None) -> ModelConfig:
-    """Return the configuration of these paths; ConfigError where there is none. base: nested values before them."""
-    nested: dict[str, Any] = copied_tables(base or {})
+def from_paths(paths: Mapping[str, Any]) -> ModelConfig:
+    """Return the configuration of these paths; ConfigError where there is none."""
+    nested: dict[str, Any] = {}
     for path, value in paths.items():
         *parents, leaf = path.split(".")
         at = nested
@@ -139,8 +139,3 @@ def from_paths(paths: Mapping[str, Any], base: Mapping[str, Any] | None = None) 
         return ModelConfig.from_dict(nested)
     except (TypeError, KeyError, AttributeError) as error:
         raise ConfigError(str(error)) from None
-
-
-def copied_tables(values: Any) -> Any:
-    """Return nested dictionaries copied."""
-    return {k: copied_tables(v) for k, v in values.items()} if isinstance(values, Mapping) else values

@@ -73,10 +73,6 @@ class CatalogueEntry:
         """Whether a number of parameters is the published one: the same, or the same in all digits that are printed."""
         return _agrees(self.parameters, counted + self.elsewhere)
 
-    def agrees_active(self, counted: int) -> bool:
-        """As `agrees`, of the parameters that one token uses."""
-        return self.active_parameters is None or _agrees(self.active_parameters, counted)
-
 
 def _agrees(published: int | str, counted: int) -> bool:
     if isinstance(published, int):

@@ -31,6 +31,8 @@ _DIVIDED = {
     *("num_attention_heads", "num_query_groups", "q_lora_rank", "kv_lora_rank"),
     *("num_heads", "num_groups", "num_key_heads", "num_value_heads", "n_heads", "channels"),
 }
+_OF_EXPERTS = {"moe_ffn_hidden_size", "moe_latent_size"}
+"""Widths of experts: multiples of 8, in whose rows grouped products begin at whole 16 bytes."""
 _ROUTER = "router"
 """Its groups of experts are as many as before."""
 
@@ -114,7 +116,8 @@ def _divided(values: dict[str, Any], divisor: int) -> dict[str, Any]:
         if isinstance(value, dict):
             found[key] = value if key == _ROUTER else _divided(value, divisor)
         elif key in _DIVIDED and value is not None:
-            found[key] = max(1, value // divisor)
+            multiple = 8 if key in _OF_EXPERTS else 1
+            found[key] = max(multiple, value // divisor // multiple * multiple)
         else:
             found[key] = value
     return found

@@ -64,10 +64,10 @@ def cache_bytes(config: ModelConfig) -> int:
     return total
 
 
-def copy_speed(folder: Path | None = None) -> float:
-    """Return the bytes per second with which this machine copies a file to stable storage in a folder."""
+def copy_speed() -> float:
+    """Return the bytes per second with which this machine copies a file to stable storage in a temporary folder."""
     block = os.urandom(1 << 20)
-    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+    with tempfile.TemporaryDirectory() as scratch:
         source = Path(scratch) / "source"
         with source.open("wb") as file:
             for _ in range(_PROBE >> 20):

@@ -21,7 +21,8 @@ def byte_progress(title: str) -> Iterator[Callable[[int, int], None]]:
     """Yield `report(done_bytes, total_bytes)`; without a terminal it does nothing."""
     console = rich_console(sys.stderr)
     if console is None:
-        yield _lines(title) if is_terminal(sys.stderr) else lambda done, total: None
+        line = _now_and_then(title)
+        yield lambda done, total: line(lambda seconds: progress_text(done, total, seconds))
         return
     rich = importlib.import_module("rich.progress")
     columns = (
@@ -46,7 +47,8 @@ def part_progress(title: str) -> Iterator[Callable[[int, int, str], None]]:
     """Yield `report(done_parts, total_parts, what is done now)`; without a terminal it does nothing."""
     console = rich_console(sys.stderr)
     if console is None:
-        yield _part_lines(title) if is_terminal(sys.stderr) else lambda done, total, what: None
+        line = _now_and_then(title)
+        yield lambda done, total, what: line(lambda seconds: f"{done} of {total}: {what}")
         return
     rich = importlib.import_module("rich.progress")
     columns = (
@@ -60,19 +62,6 @@ def part_progress(title: str) -> Iterator[Callable[[int, int, str], None]]:
     with rich.Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task(title, total=None, what="")
         yield lambda done, total, what: progress.update(task, completed=done, total=total, what=what)
-
-
-def _part_lines(title: str) -> Callable[[int, int, str], None]:
-    """Return what prints a line now and then, as `_lines`."""
-    shown = time.monotonic()
-
-    def report(done: int, total: int, what: str) -> None:
-        nonlocal shown
-        if time.monotonic() - shown >= SECONDS_BETWEEN:
-            shown = time.monotonic()
-            print(f"{title}: {done} of {total}: {what}", file=sys.stderr, flush=True)
-
-    return report
 
 
 @contextmanager
@@ -89,18 +78,18 @@ def loading_bars() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _lines(title: str) -> Callable[[int, int], None]:
-    """Return what prints a line now and then, for terminals without rich."""
-    begun = shown = time.monotonic()
+def _now_and_then(title: str) -> Callable[[Callable[[float], str]], None]:
+    """Return what prints a line now and then, on terminals without rich: what `says` returns of the seconds so far."""
+    begun, watched = time.monotonic(), is_terminal(sys.stderr)
+    shown = begun
 
-    def report(done: int, total: int) -> None:
+    def show(says: Callable[[float], str]) -> None:
         nonlocal shown
-        now = time.monotonic()
-        if now - shown >= SECONDS_BETWEEN:
+        if watched and (now := time.monotonic()) - shown >= SECONDS_BETWEEN:
             shown = now
-            print(f"{title}: {progress_text(done, total, now - begun)}", file=sys.stderr, flush=True)
+            print(f"{title}: {says(now - begun)}", file=sys.stderr, flush=True)
 
-    return report
+    return show
 
 
 def progress_text(done: int, total: int, seconds: float) -> str:

@@ -46,6 +46,8 @@ class EmbeddingConfig(ConfigPart):
     the distance (ALiBi, arXiv 2108.12409), or not at all."""
     position_offset: int = 0
     """Rows of the learned or computed positions before that of the first one."""
+    positions_from_mask: bool = False
+    """Whether positions count the tokens that attention_mask marks, where a call has no position_ids (OPT)."""
     multiplier: float | Literal["sqrt_hidden_in_weight_dtype"] = 1.0
     """Factor of the embeddings; sqrt_hidden_in_weight_dtype is sqrt(hidden_size), rounded to the weight's dtype."""
     logits_multiplier: float = 1.0
@@ -63,7 +65,9 @@ class EmbeddingConfig(ConfigPart):
     layernorm: bool = False
     """Whether the embeddings are normalised, by a norm of the layers' kind with separate weights."""
 
-    _LATER: ClassVar[frozenset[str]] = frozenset({"embedding_dropout", "padding_idx", "position_offset", "layernorm"})
+    _LATER: ClassVar[frozenset[str]] = frozenset(
+        {"embedding_dropout", "padding_idx", "position_offset", "positions_from_mask", "layernorm"}
+    )
 
     def _validate(self) -> None:
         cap, p = self.logits_softcap, self.embedding_dropout
@@ -72,3 +76,5 @@ class EmbeddingConfig(ConfigPart):
         offset, vectors = self.position_offset, self.position_embedding_type in ("learned_absolute", "sinusoidal")
         check(offset >= 0, "embedding.position_offset", offset, "zero or a positive integer")
         check(vectors or not offset, "embedding.position_offset", offset, "0 without a vector for each position")
+        of_mask, what = self.positions_from_mask, "false without a vector for each position"
+        check(vectors or not of_mask, "embedding.positions_from_mask", of_mask, what)

@@ -17,12 +17,16 @@ from ..compile.compile_model import with_room
 from ..model import GPTModel
 from ..model.cache.static import StaticStep
 
-MULTIPLE = 64
+FEWEST = 64
+"""Slots of the smallest cache."""
 
 
 def static_length(tokens: int) -> int:
-    """Return the slots for this many tokens: a multiple, so that texts of about the same length share a graph."""
-    return -(-tokens // MULTIPLE) * MULTIPLE
+    """Return the slots for this many tokens: 64, 96, 128, 192, 256, 384 and so on, up to half as many again as there
+    are tokens, so that each doubling of a text's length takes two graphs more, whatever lengths there are."""
+    power = max(FEWEST, 1 << (tokens - 1).bit_length())
+    middle = power // 4 * 3
+    return middle if max(tokens, FEWEST) <= middle else power
 
 
 def _decode(model: GPTModel, ids: Tensor, position_ids: Tensor, memory: StaticStep) -> tuple[Tensor, Tensor | None]:

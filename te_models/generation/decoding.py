@@ -214,8 +214,9 @@ def generate(
     takes the best token; above 0 samples from softmax(logits / temperature), restricted by top_k and top_p, with a
     generator seeded with `seed` (None: torch's global generator). If ranks share split layers, the first rank draws.
     eos_token_id ends a row; the rest of the row is filled with pad_token_id (None: the first eos). compile: decode with
-    a `StaticKVCache`, all tokens in one graph; later calls for as many rows and about as many tokens use it again;
-    not for models that ranks share. draft_model: a smaller model of the same vocabulary, or a `Draft`, that proposes
+    a `StaticKVCache`, all tokens in one graph; later calls for as many rows and about as many tokens use it again:
+    texts of up to 8,192 tokens have one of 15. The cache has up to half as many slots again as the text has tokens. Not
+    for models that ranks share. draft_model: a smaller model of the same vocabulary, or a `Draft`, that proposes
     num_draft_tokens tokens at a time for the model to check in one call: the same text for temperature 0, the same
     distribution above; for one prompt. Raises ValueError for an argument out of range, and for options that do not go
     together.

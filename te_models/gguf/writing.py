@@ -86,7 +86,8 @@ def export_gguf(
         tensors = _by_tensor(outputs, found)
         rope, factors = config.get("rope_parameters") or {}, None
         if rope.get("rope_type") == "llama3":
-            factors = llama3_factors(rope, _head_dim(config))
+            head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+            factors = llama3_factors(rope, int(head_dim))
             config = config | {"rope_parameters": {"rope_type": "default", "rope_theta": rope["rope_theta"]}}
         values = key_values(config, target.model_type)
         _check(ckpt, values | {"general.architecture": ARCHITECTURES[target.model_type]}, tensors, rope)
@@ -96,10 +97,6 @@ def export_gguf(
             writer.header(values, tokens, tensors, factors)
             writer.data(store, tensors, progress)
     return notes
-
-
-def _head_dim(config: Mapping[str, Any]) -> int:
-    return int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
 
 
 def _outputs(ckpt: Checkpoint, namespace: Any) -> tuple[Store, list[OutputTensor]]:

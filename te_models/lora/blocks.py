@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from te_models.checkpoints import expected_tensors
+from te_models.checkpoints.mapping.blocks import joined_blocks
 from te_models.checkpoints.mapping.param_shapes import ExpertLayout
-from te_models.checkpoints.mapping.rank_shards import cut_part, joined_blocks, parts
+from te_models.checkpoints.mapping.rank_shards import cut_part, parts
 
 from ..config import ModelConfig
 from ..model.parallel import shard_place

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from te_models.checkpoints import AutoConverter
 from te_models.checkpoints.families.base.text_part import text_family
 from te_models.checkpoints.folder.hf_config import choose_family
-from te_models.checkpoints.mapping.tensor_map import compose, identity_namespace
+from te_models.checkpoints.mapping.tensor_map import Namespace, compose, identity_namespace
 from te_models.layers import QuantizedTensor
 
 from ..extras import require
@@ -31,9 +31,6 @@ from .files import adapter_config, write_adapter
 from .layers import FIRST
 from .model import adapters_of, base_state_dict
 from .peft_folders import rank_fields
-
-if TYPE_CHECKING:
-    from te_models.checkpoints.mapping.tensor_map import Namespace
 
 _EXPERT_PROJECTIONS = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 """Names that experts had in earlier releases of transformers: peft 0.21 takes these targets for fused experts."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -11,7 +10,7 @@ from te_models.checkpoints import CheckpointError
 from te_models.checkpoints.families.base.text_part import text_family
 from te_models.checkpoints.folder.hf_config import choose_family
 from te_models.checkpoints.io.errors import shorten
-from te_models.checkpoints.mapping.tensor_map import compose, identity_namespace
+from te_models.checkpoints.mapping.tensor_map import Namespace, Piece, compose, identity_namespace
 
 from ..model import GPTModel
 from .factors import (
@@ -25,9 +24,6 @@ from .factors import (
     rows_of_link,
 )
 from .peft_folders import WEIGHTS, PeftFolder
-
-if TYPE_CHECKING:
-    from te_models.checkpoints.mapping.tensor_map import Namespace, Piece
 
 
 def in_names_of_transformers(model: GPTModel, folder: PeftFolder) -> tuple[dict[str, Factors], dict[str, Tensor]]:

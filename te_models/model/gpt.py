@@ -243,7 +243,9 @@ class GPTModel(SharedModel):
         if attention_mask is not None or document_ids is not None:
             check_masks(attention_mask, document_ids, (batch, length), begin, cached=cache is not None)
             attention_mask = None if attention_mask is None else attention_mask.bool()
-        if position_ids is None:
+        if position_ids is None and attention_mask is not None and self.config.embedding.positions_from_mask:
+            position_ids = (attention_mask.long().cumsum(1) - 1).clamp(min=0)[:, begin : begin + length]
+        elif position_ids is None:
             position_ids = torch.arange(begin, begin + length, device=inputs.device)[None]
         elif position_ids.dim() != 2 or position_ids.shape[0] not in (1, batch) or position_ids.shape[1] != length:
             raise ValueError(

@@ -44,18 +44,19 @@ from .moe import RouterOutput
 class ModelOutput:
     """The result of a model call. A field that was not requested, or does not apply, is None.
 
-    logits: [B, S, V] in the compute dtype. loss: float32 scalar, the mean cross entropy of the labels plus aux_loss
-    and, in training, what the terms below add.
+    logits: [B, S, V] in the compute dtype. loss: float32 scalar (float64 of a model in float64), the mean
+    cross entropy of the labels plus aux_loss and, in training, what the terms below add.
     aux_loss: float32 scalar, the weighted losses of routers and indexers of all layers as they enter the loss (0
     without such losses).
     load_balancing_loss, z_loss: float32 scalars, unweighted means over the MoE layers, for monitoring.
     tokens_per_expert: [MoE layers, E] int64.
-    mtp_loss: float32 scalar, the mean cross entropy of the layers that predict further tokens; `loss` has it times
-    `config.mtp_loss_scaling_factor`.
-    logits_z_loss: float32 scalar, the z-loss of the logits as it enters the loss; see `OutputLayer`.
+    mtp_loss: the mean cross entropy of the layers that predict further tokens, a scalar as the loss; `loss` has it
+    times `config.mtp_loss_scaling_factor`.
+    logits_z_loss: as the loss a scalar, the z-loss of the logits as it enters the loss; see `OutputLayer`.
     hidden_states: [B, S, H] each: the embeddings, the output of each layer but the last, and the output of the last
     layer after the final norm.
-    logprobs: float32 [B, S], the log-probability of labels[s + 1] at position s, 0 where it does not count.
+    logprobs: [B, S] in the dtype of the loss, the log-probability of labels[s + 1] at position s, 0 where it does not
+    count.
     router_indices: int64 [MoE layers, B, S, K], the experts that each token was sent to.
     """
 
@@ -230,7 +231,8 @@ class OutputLayer(TensorParallelModule):
             return loss
         own = (targets != IGNORE_INDEX).sum()
         every = all_reduce(own, self.context_shard.group)
-        share = loss * (own * self.context_shard.ranks / every.clamp(min=1))
+        own = (own * self.context_shard.ranks).to(loss.dtype)
+        share = loss * (own / every.clamp(min=1))
         return mean_of_ranks(share, self.context_shard)
 
 

@@ -201,16 +201,12 @@ class Pipeline:
         """Whether the first and the last stage, on two ranks, both have the weight of the embedding."""
         return embeds_twice(self.model.config) and self.layout.ranks > 1 and not self.layout.is_v_shaped
 
-    @property
-    def _shares_blocks(self) -> bool:
-        return self.model.config.shared_blocks is not None and self.layout.ranks > 1
-
     @torch.no_grad()
     def sum_embedding_gradients(self) -> None:
         """Add up the gradients of weights that several ranks have: of the embedding in the first and the last stage,
         and of blocks that layers share in all."""
         shared = self.model.decoder.shared_blocks
-        for parameter in shared.parameters() if shared is not None and self._shares_blocks else ():
+        for parameter in shared.parameters() if shared is not None and self.layout.ranks > 1 else ():
             if parameter.requires_grad:
                 gradient = gradient_of(parameter)
                 if gradient is None:  # no layer of this rank uses the block

@@ -1,7 +1,7 @@
 """What a training run takes of each rank, in any layout, without the machines: memory, FLOPs, bytes of collectives."""
 
-from .layouts import Refused, plan_layouts
+from .layouts import Estimated, Refused, plan_layouts
 from .process import plan_run
 from .result import Hardware, Plan
 
-__all__ = ["Hardware", "Plan", "Refused", "plan_layouts", "plan_run"]
+__all__ = ["Estimated", "Hardware", "Plan", "Refused", "plan_layouts", "plan_run"]

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Any, get_args
+from statistics import median
+from typing import TYPE_CHECKING, Any, get_args
 
 from te_models.layers.distributed.context_parallel import CpCommType
 
@@ -16,6 +18,9 @@ from ..layouts import Facts, check_layout_rules
 from ..training.config import TrainConfig
 from .process import model_of, plan_each
 from .result import Hardware, Plan
+
+if TYPE_CHECKING:
+    from .guess import Guess
 
 Layout = dict[str, Any]
 """Keys of [parallel] with their values: sizes, and choices such as "cp_comm_type"."""
@@ -40,43 +45,109 @@ class Refused:
         return {"sizes": self.sizes, "options": self.options, "refused": self.reason}
 
 
+@dataclass(frozen=True)
+class Estimated:
+    """A layout that is not planned, because a rough estimate says that others are faster. sizes, options: as of a
+    `Plan`; step_s: seconds of a step, mfu: model FLOPs utilization, both estimated."""
+
+    sizes: Layout
+    options: Layout
+    step_s: float
+    mfu: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as JSON values."""
+        return {"sizes": self.sizes, "options": self.options, "estimated_step_s": self.step_s}
+
+
 Told = Callable[[int, int], object]
 """Is told how many plans of how many are made."""
+
+ENOUGH, MOST = 12, 60
+"""How many layouts that fit end the search, and how many that are planned."""
+
+
+@dataclass
+class _Search:
+    """Plans of runs, and what they say of those that are not planned. activations: see `Guess.memory`."""
+
+    ranks: int
+    hardware: Hardware
+    told: Told | None
+    planned: list[tuple[Plan, TrainConfig]]
+    refused: list[Refused]
+    activations: float = 30.0
+    asked: int = 0
+
+    def plan(self, some: Sequence[tuple[Layout, TrainConfig]], *, refused: bool) -> list[Plan | ConfigError]:
+        """Plan runs, and return the plans in their order. refused: what is refused is told, too."""
+        told, before = self.told, self.asked
+
+        def count(done: int, of: int) -> None:
+            self.asked = before + of
+            if told is not None:
+                told(before + done, before + of)
+
+        plans = plan_each([run for _, run in some], self.ranks, self.hardware, count)
+        for (its, run), plan in zip(some, plans, strict=True):
+            if isinstance(plan, Plan):
+                self.planned.append((plan, run))
+            elif refused:
+                self.refused.append(Refused.of(its, plan))
+        self.planned.sort(key=lambda each: _rank(each[0]))
+        return plans
+
+    def best_first(self, runs: list[tuple[Layout, TrainConfig, Guess]]) -> list[tuple[Layout, TrainConfig, Guess]]:
+        """Plan the runs that by estimate fit and are fastest, until `ENOUGH` fit; return the others."""
+        limit, seen = self.hardware.memory_gib * 2**30, []
+
+        def order(each: tuple[Layout, TrainConfig, Guess]) -> tuple[bool, float]:
+            memory = each[2].memory(self.activations)
+            return memory > limit, memory if memory > limit else -each[2].mfu
+
+        left = runs
+        while left and len(self.planned) < MOST and sum(plan.fits for plan, _ in self.planned) < ENOUGH:
+            left = sorted(left, key=order)
+            some, left = left[: os.cpu_count() or 1], left[os.cpu_count() or 1 :]
+            plans = self.plan([(its, run) for its, run, _ in some], refused=True)
+            pairs = zip(plans, some, strict=True)
+            seen += [plan.activations / guess.flight for plan, (_, _, guess) in pairs if isinstance(plan, Plan)]
+            self.activations = median(seen) if seen else self.activations
+        return left
 
 
 def plan_layouts(
     config: TrainConfig, ranks: int, hardware: Hardware, *, told: Told | None = None
-) -> list[Plan | Refused]:
-    """Return the plan of every layout in `layouts_of`, and of the best of them with each of `choices_of` too: those
-    that fit first, by model FLOPs utilization; refused ones last.
+) -> list[Plan | Refused | Estimated]:
+    """Return the plans of the layouts in `layouts_of` that are fastest by a rough estimate, at least as many as
+    `ENOUGH` that fit where there are, and of the best of them with each of `choices_of` too: those that fit first, by
+    model FLOPs utilization; then layouts that are estimated alone, and refused ones last.
 
     As many are planned at a time as the machine has cores. told: of the progress.
     """
-    found: list[Plan | Refused] = []
+    from .guess import Guess
+
+    search = _Search(ranks, hardware, told, [], [])
     runs, model, data = [], model_of(config), config.data
     length = {"sequence_length": data.sequence_length, "tokens": data.micro_batch_size * data.sequence_length}
     batch = data.global_batch_size
     micro_batches = data.gradient_accumulation if batch is None else batch // data.micro_batch_size
     for its in layouts_of(model, ranks, hardware.node_ranks, micro_batches, **length):
         try:
-            runs.append((its, _run(config, ranks, its)))
+            run = _run(config, ranks, its)
+            runs.append((its, run, Guess.of(run, model, ranks, hardware)))
         except ConfigError as error:
-            found.append(Refused.of(its, error))
-    planned: list[tuple[Plan, TrainConfig]] = []
-
-    def plan(some: Sequence[tuple[Layout, TrainConfig]], *, refused: bool) -> None:
-        plans = plan_each([run for _, run in some], ranks, hardware, told)
-        for (its, run), plan in zip(some, plans, strict=True):
-            if isinstance(plan, Plan):
-                planned.append((plan, run))
-            elif refused:
-                found.append(Refused.of(its, plan))
-        planned.sort(key=lambda each: _rank(each[0]))
-
-    plan(runs, refused=True)
+            search.refused.append(Refused.of(its, error))
+    left = search.best_first(runs)
     for choices in (choices_of, dispatches_of):
-        plan([({}, run) for _, best in planned[:REFINED] for run in choices(best, model)], refused=False)
-    return [*(plan for plan, _ in planned), *found]
+        some = [({}, run) for _, best in search.planned[:REFINED] for run in choices(best, model)]
+        search.plan(some, refused=False)
+    slower = sorted(left, key=lambda each: -each[2].mfu)
+    estimated = [
+        Estimated(refused.sizes, refused.options, guess.step_s, guess.mfu)
+        for refused, guess in ((Refused.of(its, ""), guess) for its, _, guess in slower)
+    ]
+    return [*(plan for plan, _ in search.planned), *estimated, *search.refused]
 
 
 REFINED = 6
@@ -105,9 +176,11 @@ def choices_of(run: TrainConfig, model: ModelConfig) -> Iterator[TrainConfig]:
 
 
 def dispatches_of(run: TrainConfig, model: ModelConfig) -> Iterator[TrainConfig]:
-    """Yield a run with the other ways in which tokens reach distributed experts."""
-    spread = model.moe is not None and run.parallel.expert_model_parallel_size > 1
-    yield from _changed(run, [{"expert_dispatch": "deepep"}] if spread else [])
+    """Yield a run with the other ways in which tokens reach distributed experts, and beside shared experts."""
+    if model.moe is None or run.parallel.expert_model_parallel_size == 1:
+        return
+    beside = [{"moe_shared_expert_overlap": True}] if model.moe.shared_expert_intermediate_size is not None else []
+    yield from _changed(run, [{"expert_dispatch": "deepep"}, *beside])
 
 
 def _changed(run: TrainConfig, changes: Iterable[dict[str, Any]]) -> Iterator[TrainConfig]:
@@ -133,7 +206,7 @@ def layouts_of(
     """Yield the layouts to try: tensor parallelism inside a node by powers of two, with sequence parallelism where the
     tokens of a micro-batch can be shared; pipeline stages over each number of ranks that divides them, up to the
     micro-batches of a step and the layers; long sequences over 1, 4 and 16 ranks, by each way that attention has;
-    experts over 1, 4, 16, ... ranks, split as the other layers or not at all; and everything sharded over the ranks
+    experts over 1, 2, 4, ... ranks, split as the other layers or not at all; and everything sharded over the ranks
     that are left."""
     experts = 1 if model.moe is None else model.moe.num_moe_experts
     drops = max(model.hidden_dropout, model.embedding_dropout) > 0
@@ -146,7 +219,7 @@ def layouts_of(
             continue
         for etp in (tp, 1) if tp > 1 and experts > 1 else (tp,):
             over = ranks // pp // etp
-            for ep in _powers(4, min(experts, over)):
+            for ep in _powers(2, min(experts, over)):
                 if over % ep == 0 and experts % ep == 0:
                     its = {
                         "tensor_model_parallel_size": tp,
@@ -192,7 +265,5 @@ def _run(config: TrainConfig, ranks: int, layout: Layout) -> TrainConfig:
     return config.replace(parallel=config.parallel.replace(**every))
 
 
-def _rank(found: Plan | Refused) -> tuple[int, float]:
-    if isinstance(found, Refused):
-        return 2, 0.0
+def _rank(found: Plan) -> tuple[int, float]:
     return (0, -found.mfu) if found.fits else (1, found.memory)

@@ -19,7 +19,7 @@ from te_models.checkpoints import expected_tensors
 from te_models.checkpoints.mapping.param_shapes import is_linear_weight
 from te_models.kernels import launch, libraries
 from te_models.kernels.cross_entropy import chunked, rows
-from te_models.kernels.gemm import using_cpu_gemm
+from te_models.kernels.gemm import reference, using_cpu_gemm
 from te_models.layers.tensor.fsdp import local_part
 
 from ..config import ModelConfig
@@ -211,15 +211,17 @@ def as_few_operations() -> Iterator[None]:
     """Where tensors have no values, have GEMMs run in the operands' dtype, as on an accelerator, whatever this CPU
     would choose, operations of ours be one each, and the loss take more rows at a time than a CPU's cache would like:
     every operation takes time to plan, and these rows are at most 64 MiB."""
-    fake, before = without_values(), (chunked._ROWS, rows._STEP_ELEMENTS, libraries.supposed, launch.as_accelerator)
+    fake, before = without_values(), (chunked._ROWS, rows._STEP_ELEMENTS, reference._CHUNK)
+    choice = libraries.supposed, launch.as_accelerator
     if fake:
-        chunked._ROWS, rows._STEP_ELEMENTS = 16 * before[0], 16 * before[1]
+        chunked._ROWS, rows._STEP_ELEMENTS, reference._CHUNK = 16 * before[0], 16 * before[1], 8 * before[2]
         libraries.supposed = launch.as_accelerator = True
     try:
         with using_cpu_gemm("bf16" if fake else "auto"):
             yield
     finally:
-        chunked._ROWS, rows._STEP_ELEMENTS, libraries.supposed, launch.as_accelerator = before
+        chunked._ROWS, rows._STEP_ELEMENTS, reference._CHUNK = before
+        libraries.supposed, launch.as_accelerator = choice
 
 
 def recorder_of(layout: RankLayout) -> Recorder:

@@ -79,7 +79,7 @@ def measure(stages: Sequence[Stage], shape: tuple[int, int], recorder: Recorder)
     found: dict[Any, tuple[Stage, StageCost]] = {}
     costs = []
     for stage in stages:
-        kind = _kind(stage)
+        kind = stage_kind(stage)
         if kind in found:
             for mine, its in zip(stage.parameters(), found[kind][0].parameters(), strict=True):
                 mine.grad = None if its.grad is None else torch.empty_like(its.grad)
@@ -89,7 +89,7 @@ def measure(stages: Sequence[Stage], shape: tuple[int, int], recorder: Recorder)
     return costs
 
 
-def _kind(stage: Stage) -> Any:
+def stage_kind(stage: Stage) -> Any:
     """Return what stages have in common that cost the same: their layers' kinds, and their parameters, but for their
     names' numbers, in order."""
     model, parameters = stage.model, stage.named_parameters()

@@ -33,7 +33,7 @@ from ..training.trained import with_layers_alone
 from .micro_batch import Recorded, as_few_operations, by_kind, divided, of_layers, offload, recorder_of, suppose_balance
 from .result import added_traffic
 from .simulation import without_values
-from .stage_cost import StageCost, measure, replay
+from .stage_cost import StageCost, measure, replay, stage_kind
 from .stretches import StretchRecipes
 
 _FEW = 2
@@ -63,6 +63,12 @@ class _Measured:
         stages = [cost.plus(its, factor) for cost, its in zip(self.stages, other.stages, strict=True)]
         return _Measured(self.rank.plus(other.rank, factor), stages)
 
+    def of_stage(self, place: int, instead_of: int) -> _Measured:
+        """Return what was measured of one stage as if of another one that is alike. Both are places of stages."""
+        stages = list(self.stages)
+        stages[place], stages[instead_of] = stages[instead_of], stages[place]
+        return _Measured(self.rank, stages)
+
 
 def record_stages(
     config: TrainConfig, model: ModelConfig, layout: RankLayout, recipes: StretchRecipes | None = None
@@ -90,9 +96,17 @@ def record_stages(
 
     gpt, run, its = with_layers(few)
     total = base = _measure(gpt, run, its)
+    numbers, every = list(few), by_kind(config, model, range(model.num_layers), recipes)
+    kinds = {layer: kind for kind, layers in enumerate(every) for layer in layers}
+    measured: dict[Any, tuple[int, _Measured]] = {}  # by the kinds of a stage and of its layers
     for stage, layers in rest:
-        more = _measure(*with_layers(few | {stage: sorted([*few[stage], layers[0]])}))
-        total = total.plus(more.plus(base, -1.0), len(layers))
+        place = numbers.index(stage)
+        key = stage_kind(gpt.pipeline_stages[place]), *(kinds[layer] for layer in (layers[0], *few[stage]))
+        if key not in measured:
+            more = _measure(*with_layers(few | {stage: sorted([*few[stage], layers[0]])}))
+            measured[key] = place, more.plus(base, -1.0)
+        at, each = measured[key]
+        total = total.plus(each.of_stage(place, at), len(layers))
     return _of_schedule(run, its, gpt, total)
 
 

@@ -10,6 +10,11 @@ of the loss:
 An assignment that has f on units with the share s of all forward(u, f) is predicted to lose, for each f,
 `s total (1 + (together - 1) s) + the sum of backward`. Runs that lose less than the KL lower the prediction only where
 the KL is outside of their interval: of the two it is the sharper measurement.
+
+Each format has a correction c(f), by which this is multiplied as far as the format is not on all layers, where runs
+have measured it: `1 + (c(f) - 1) (1 - s)`. Before a run has f on a part of the layers, c(f) is 1 with the standard
+error |together(f) - 1|, at least 0.25: how far layers are from adding up. Runs of assignments then estimate the
+corrections of the formats that they have, by least squares, with their seeds' noise.
 """
 
 from __future__ import annotations
@@ -17,7 +22,12 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
 
 from .effect import Interval, student
 from .formats import FORMATS, HIGH
@@ -26,6 +36,8 @@ from .search import Choices, Point, best_within, cheapest, front, undominated
 
 _ROUNDS = 4
 """Searches with gaps that the one before corrected."""
+_LEAST_ERROR = 0.25
+"""The standard error of a format's correction before a run has it on a part of the layers, at least."""
 
 
 @dataclass(frozen=True)
@@ -38,25 +50,41 @@ class Parts:
     together: float
     error: float
 
+    def share(self, has: Sequence[bool]) -> float:
+        """Return which part of what all units lose in the forward pass is lost by the units that have this format."""
+        total = sum(self.forward)
+        return sum(f for f, it in zip(self.forward, has, strict=True) if it) / total if total > 0 else float(all(has))
+
     def gap(self, has: Sequence[bool]) -> float:
         """Return what the units that have this format lose."""
-        total = sum(self.forward)
-        own = sum(f for f, it in zip(self.forward, has, strict=True) if it)
-        share = own / total if total > 0 else 0.0
+        share = self.share(has)
+        own = share * sum(self.forward)
         return own * (1 + (self.together - 1) * share) + sum(b for b, it in zip(self.backward, has, strict=True) if it)
+
+
+class MeasuredRun(NamedTuple):
+    """An assignment that was run. formats: of each unit; gaps: of each seed, in percent."""
+
+    formats: tuple[str, ...]
+    gaps: tuple[float, ...]
+
+
+class _Corrections(NamedTuple):
+    """By how much each format's gap differs from the sum of its parts: c(f) - 1 by format; covariance [F, F], float64,
+    in the order of `excess`."""
+
+    excess: dict[str, float]
+    covariance: Tensor
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """A model of gaps: `parts` of each format; factor: what measured assignments corrected it by; spread: the standard
-    deviation of a seed's gap, with its degrees of freedom; seeds: of which a measured gap is the mean."""
+    """A model of gaps: `parts` of each format; seeds: of which a new measured gap is the mean; runs: what was run."""
 
     units: list[Unit]
     parts: Mapping[str, Parts]
-    spread: float
-    freedom: int
     seeds: int
-    factor: float = 1.0
+    runs: tuple[MeasuredRun, ...] = ()
 
     def cost(self, formats: Sequence[str]) -> float:
         """Return the relative GEMM time of an assignment, bf16 = 1."""
@@ -65,22 +93,58 @@ class Prediction:
 
     def gap(self, formats: Sequence[str]) -> float:
         """Return the predicted gap of an assignment in percent."""
-        parts = ((p, [name == used for used in formats]) for name, p in self.parts.items())
-        return self.factor * sum(part.gap(has) for part, has in parts if any(has))
+        return sum(gap * self._factor(name, share) for name, gap, share in self._lost(formats))
 
     def interval(self, formats: Sequence[str]) -> Interval:
-        """Return the interval in which the mean gap over `seeds` new seeds lies with 95 %: the noise of a run, that of
-        the runs that were measured, the error of the KL, and how far layers are from adding up."""
-        gap, additive, error = self.gap(formats), 0.0, 0.0
-        for name, part in self.parts.items():
-            has = [name == used for used in formats]
-            own = self.factor * part.gap(has)
-            sums = zip(part.forward, part.backward, has, strict=True)
-            additive += self.factor * sum(f + b for f, b, it in sums if it)
-            error += own * part.error
-        noise = self.spread * math.sqrt(2 / self.seeds)
-        half = student(self.freedom) * math.sqrt(noise**2 + error**2)
-        return Interval(gap, math.hypot(half, gap - additive))
+        """Return the interval in which the mean gap over `seeds` new seeds lies with 95 %: the noise of these runs and
+        of those that were measured, the error of the KL, and of the corrections."""
+        spread, freedom = self._noise(formats)
+        error = sum(gap * self.parts[name].error for name, gap, _ in self._lost(formats))
+        parts, covariance = self._uncorrected(formats), self.corrections.covariance
+        half = student(freedom) * math.hypot(spread * math.sqrt(2 / self.seeds), error)
+        return Interval(self.gap(formats), math.hypot(half, 1.96 * math.sqrt(float(parts @ covariance @ parts))))
+
+    def knowing(self, run: MeasuredRun) -> Prediction:
+        """Return the prediction that knows one run more."""
+        return replace(self, runs=(*self.runs, run))
+
+    @cached_property
+    def corrections(self) -> _Corrections:
+        """What runs of a part of the layers say, each format by itself."""
+        prior = [max(abs(part.together - 1), _LEAST_ERROR) ** -2 for part in self.parts.values()]
+        precision = torch.tensor(prior, dtype=torch.float64, device="cpu").diag()
+        sums = torch.zeros(len(prior), dtype=torch.float64, device="cpu")
+        for run in self.runs:
+            parts = self._uncorrected(run.formats)
+            expected = sum(gap for _, gap, _ in self._lost(run.formats))
+            variance = max(self._noise(run.formats)[0] ** 2 / len(run.gaps), 1e-12)
+            precision += parts.outer(parts) / variance
+            sums += parts * (statistics.fmean(run.gaps) - expected) / variance
+        covariance = torch.linalg.inv(precision)
+        return _Corrections(dict(zip(self.parts, (covariance @ sums).tolist(), strict=True)), covariance)
+
+    def _lost(self, formats: Sequence[str]) -> list[tuple[str, float, float]]:
+        """Return of each format in an assignment but bf16 (its name, what its parts lose, its share)."""
+        has = {name: [name == used for used in formats] for name in self.parts if name in formats}
+        return [(name, self.parts[name].gap(its), self.parts[name].share(its)) for name, its in has.items()]
+
+    def _factor(self, name: str, share: float) -> float:
+        return max(1 + self.corrections.excess[name] * (1 - share), 0.0)
+
+    def _uncorrected(self, formats: Sequence[str]) -> Tensor:
+        """Return [F]: what each format is predicted to lose, as far as its correction multiplies it."""
+        found = {name: gap * (1 - share) for name, gap, share in self._lost(formats)}
+        return torch.tensor([found.get(name, 0.0) for name in self.parts], dtype=torch.float64, device="cpu")
+
+    def _noise(self, formats: Sequence[str]) -> tuple[float, int]:
+        """Return the standard deviation of a seed's gap over the runs that have one of the formats, and its degrees of
+        freedom; over all runs where none has."""
+        alike = [run.gaps for run in self.runs if {*run.formats} & {*formats} - {HIGH}]
+        gaps = alike or [run.gaps for run in self.runs]
+        freedom = sum(len(values) - 1 for values in gaps)
+        if freedom == 0:
+            return 0.0, 1
+        return math.sqrt(sum((len(v) - 1) * statistics.variance(v) for v in gaps) / freedom), freedom
 
     def points(self, names: Sequence[str]) -> list[Point]:
         """Return the front of assignments of these formats and bf16, with predicted gaps, cheapest first.
@@ -92,34 +156,26 @@ class Prediction:
         found: list[Point] = []
         for special in [name for name in names if FORMATS[name].options] or [None]:
             allowed = [HIGH, *simple, *([special] if special else [])]
-            scale = dict.fromkeys(allowed, 1.0)
+            middle: Sequence[str] = (HIGH,) * len(self.units)
             for _ in range(_ROUNDS):
-                raw = front(self._choices(allowed, scale))
+                raw = front(self._choices(allowed, middle))
                 points = [Point(point.cost, self.gap(point.formats), point.formats) for point in raw]
                 found += points
                 middle = points[len(points) // 2].formats
-                scale = {name: self._scale(name, middle) for name in allowed}
         return undominated(found)
 
-    def _choices(self, names: Sequence[str], scale: Mapping[str, float]) -> Choices:
+    def _choices(self, names: Sequence[str], near: Sequence[str]) -> Choices:
+        """Return what each format costs and loses on each unit of an assignment near this one."""
         total = sum(unit.flops for unit in self.units)
-        found = []
-        for i, unit in enumerate(self.units):
-            options = {}
-            for name in names:
-                part = self.parts.get(name)
-                gap = 0.0 if part is None else self.factor * (scale[name] * part.forward[i] + part.backward[i])
-                options[name] = (unit.flops * cost_of(name) / total, gap)
-            found.append(options)
-        return found
-
-    def _scale(self, name: str, formats: Sequence[str]) -> float:
-        """Return what the forward part of a format is multiplied by where the assignment is near `formats`."""
-        part = self.parts.get(name)
-        if part is None or not sum(part.forward):
-            return 1.0
-        share = sum(f for f, used in zip(part.forward, formats, strict=True) if used == name) / sum(part.forward)
-        return max(1 + (part.together - 1) * share, 0.0)
+        gaps = {HIGH: [0.0] * len(self.units)}
+        for name, part in self.parts.items():
+            share = part.share([name == used for used in near])
+            joint, factor = max(1 + (part.together - 1) * share, 0.0), self._factor(name, share)
+            gaps[name] = [factor * (joint * f + b) for f, b in zip(part.forward, part.backward, strict=True)]
+        return [
+            {name: (unit.flops * cost_of(name) / total, gaps[name][i]) for name in names}
+            for i, unit in enumerate(self.units)
+        ]
 
 
 def cost_of(name: str) -> float:

@@ -81,6 +81,7 @@ class Rehearsal:
             "bf16_loss": self.loss,
             "kl": self.divergence,
             "interaction": {name: part.together for name, part in self.prediction.parts.items()},
+            "corrections": {name: 1 + excess for name, excess in self.prediction.corrections.excess.items()},
             "errors": self.errors,
         }
 

@@ -9,7 +9,6 @@ import contextlib
 import dataclasses
 import hashlib
 import json
-import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,7 +30,7 @@ from .errors import Errors, format_errors
 from .formats import FORMATS, HIGH, RehearsedFormat, formats_of
 from .notebook import Notebook
 from .observe import Product, Unit, evenly, observe, unit_groups, units_of
-from .predict import Prediction, cheapest_assignment, known_losses
+from .predict import MeasuredRun, Prediction, cheapest_assignment, known_losses
 from .result import MeasuredAssignment, Rehearsal, write_results
 from .search import Point
 from .setting import WEIGHTS, RehearsalOptions, Setting
@@ -43,7 +42,8 @@ _ROUNDS = 3
 """Assignments that are verified at most: each search knows what the runs before it lost."""
 _VARIANTS = 3
 """Layers of which the errors of options of recipes are measured: the first, the middle and the last one."""
-_LEAST_CORRECTION = 1.25
+_LEAST_CORRECTION, _MOST_CORRECTION = 1.25, 10.0
+"""By how much less the next assignment is to lose."""
 
 
 def rehearse(
@@ -103,7 +103,6 @@ class _Stages:
         candidates = _candidates(formats, divergence, errors)
         found = {f.name: self.gaps(f.precision(self.setting.original.precision), high, seeds) for f in candidates}
         gaps = {name: values for name, values in found.items() if values is not None}
-        spread, freedom = _pooled(list(gaps.values()))
         parts = {
             f.name: known_losses(
                 units,
@@ -115,7 +114,8 @@ class _Stages:
             )
             for f in formats
         }
-        prediction = Prediction(units, {name: parts[name] for name in gaps}, spread, freedom, len(seeds))
+        runs = tuple(MeasuredRun((name,) * len(units), tuple(values)) for name, values in gaps.items())
+        prediction = Prediction(units, {name: parts[name] for name in gaps}, len(seeds), runs)
         tried = [
             self.assigned(prediction, Point(0.0, 0.0, (name,) * len(units)), gaps[name], f"all {name}") for name in gaps
         ]
@@ -266,25 +266,25 @@ class _Stages:
         """Return the cheapest assignment whose measured gap is within the budget, and the prediction that chose it.
         What is tried is put into `tried`."""
         budget, units = self.setting.options.budget, prediction.units
+        aim = budget
         for number in range(_ROUNDS):
-            point = cheapest_assignment(prediction, names, budget)
+            point = cheapest_assignment(prediction, names, aim)
             if {*point.formats} == {HIGH}:
                 break
             before = next((one for one in tried if one.formats == point.formats), None)
             if before is None:
                 gaps = self.gaps(self.precision(units, point.formats), high, seeds)
                 if gaps is None:
-                    prediction = dataclasses.replace(prediction, factor=10 * prediction.factor)
+                    aim = prediction.gap(point.formats) / _MOST_CORRECTION
                     continue
                 before = self.assigned(prediction, point, gaps, f"search {number + 1}")
                 tried.append(before)
+                prediction = prediction.knowing(MeasuredRun(point.formats, tuple(gaps)))
             if before.measured.mean <= budget:
                 break
-            ratio = (
-                before.measured.mean / prediction.gap(point.formats) if prediction.gap(point.formats) > 0 else math.inf
-            )
-            ratio = min(max(ratio, _LEAST_CORRECTION), 10.0)
-            prediction = dataclasses.replace(prediction, factor=prediction.factor * ratio)
+            # what the corrections take as noise would have the next assignment lose as much
+            excess = min(max(before.measured.mean / budget, _LEAST_CORRECTION), _MOST_CORRECTION)
+            aim = prediction.gap(point.formats) / excess
         fitting = [one for one in tried if one.measured.mean <= budget]
         none = MeasuredAssignment(
             HIGH, 1.0, (HIGH,) * len(units), Interval(0.0, 0.0), Interval(0.0, 0.0), [0.0] * len(high)
@@ -322,11 +322,3 @@ def _candidates(
             min(near, key=lambda f: statistics.fmean([e["dw.noise"] for e in errors[f.name].values()] or [0.0]))
         )
     return found
-
-
-def _pooled(gaps: Sequence[Sequence[float]]) -> tuple[float, int]:
-    """Return the standard deviation of a seed's gap over several formats, and its degrees of freedom."""
-    freedom = sum(len(values) - 1 for values in gaps)
-    if freedom == 0:
-        return 0.0, 1
-    return math.sqrt(sum((len(v) - 1) * statistics.variance(v) for v in gaps) / freedom), freedom

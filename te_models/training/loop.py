@@ -84,6 +84,8 @@ def train(
         if device == "cuda" and ranks.local_rank is not None:
             torch.cuda.set_device(ranks.local_rank)
         ranks = opened.enter_context(ranks.monitored(timeout))
+        if ranks.monitor is not None:
+            ranks.monitor.stop_asked = lambda: signals.received
         opened.enter_context(_deterministic(config.deterministic))
         if config.backend != "auto":  # else what the process or its environment says
             opened.enter_context(using_backend(config.backend))

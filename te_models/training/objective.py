@@ -11,7 +11,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..model import GPTModel
+from ..model import GPTModel, ModelOutput
 from .data.windows import Batch
 
 TERMS = 3
@@ -30,25 +30,20 @@ class Objective:
         """Return what `loss` takes of a batch beside its fields, computed without gradients."""
         return {}
 
-    def loss(
-        self,
-        model: GPTModel,
-        input_ids: Tensor,
-        labels: Tensor | None,
-        position_ids: Tensor | None,
-        documents: Tensor | None,
-        weight: Tensor | None,
-        **inputs: Tensor,
-    ) -> tuple[Tensor, Tensor]:
+    def loss(self, model: GPTModel, batch: Batch, weight: Tensor | None, **inputs: Tensor) -> tuple[Tensor, Tensor]:
         """Return the loss to minimise, a float32 scalar, and float32 [TERMS + metrics]: the terms in it, then the
         metrics. weight: a float32 scalar that everything but the term of the routers is multiplied by; None: 1."""
-        labels = input_ids if labels is None else labels
-        places = {"position_ids": position_ids, "document_ids": documents}
-        output = model(input_ids, labels=labels, return_logits=False, **places)
-        none = torch.zeros_like(output.loss)
-        aux_loss = none if output.aux_loss is None else output.aux_loss
-        mtp_loss = none if output.mtp_loss is None else output.mtp_loss * model.config.mtp_loss_scaling_factor
-        z_loss = none if output.logits_z_loss is None else output.logits_z_loss
+        output = model(batch.input_ids, labels=batch.scored_labels, return_logits=False, **batch.places)
+        aux_loss, mtp_loss, z_loss = terms_of(model, output)
         further = torch.stack([mtp_loss, z_loss])
         loss = output.loss if weight is None else (output.loss - aux_loss) * weight + aux_loss
         return loss, torch.cat([aux_loss[None], further if weight is None else further * weight]).detach()
+
+
+def terms_of(model: GPTModel, output: ModelOutput) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what is in a model's loss beside the cross entropy, zero where there is none: the terms of routers, of
+    further tokens, and of the logits."""
+    none = torch.zeros_like(output.loss)
+    aux_loss = none if output.aux_loss is None else output.aux_loss
+    mtp_loss = none if output.mtp_loss is None else output.mtp_loss * model.config.mtp_loss_scaling_factor
+    return aux_loss, mtp_loss, none if output.logits_z_loss is None else output.logits_z_loss

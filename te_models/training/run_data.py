@@ -147,7 +147,11 @@ def validation_batches(config: TrainConfig, parts: list[Windows], ranks: Ranks, 
     count = min(config.evaluation.batches, total // B)
     if count == 0 and config.evaluation.every:
         split = f"validation set {name!r}" if name else "validation split"
-        raise ConfigError(f"the {split} has {plural(total, 'window')}: less than one batch of {B}")
+        larger = "more text in it" if name else "a larger data.validation_fraction"
+        raise ConfigError(
+            f"the {split} has {plural(total, 'window')}: less than one batch of {B}; allowed: {larger}, a smaller "
+            "data.micro_batch_size, or evaluation.every = 0"
+        )
     where = [(part, i) for part in parts for i in range(len(part))]
     if len(parts) > 1:
         needed = count * B

@@ -30,6 +30,7 @@ from ..terminal import say
 from .build import build_model, build_optimizer
 from .checkpoints.background import BackgroundWriter
 from .checkpoints.checkpoint import TrainingState
+from .checkpoints.old_recipes import each_stage
 from .checkpoints.recipes import complete_recipe_state
 from .checkpoints.saving import Saving
 from .checkpoints.start import (
@@ -208,14 +209,15 @@ def set_up(config: TrainConfig, device: str, ranks: Ranks, opened: contextlib.Ex
     once, staged = config.parallel.reduces_once, layout.stages is not None
     gradients = layout.gradients if outer is None else Ranks()
     reduction = Reduction(optimizer, gradients, model, once=once and not staged, overlaps=not staged)
-    set_rounding_seed(model, rounding_seed(config.seed, ranks.rank))
+    # a layer's stream is the same in whichever stage the layer is, and another on each rank that has it
+    set_rounding_seed(model.whole or model, rounding_seed(config.seed, ranks.rank % each_stage(layout.dims)))
     stages = None if layout.mesh is None else layout.mesh.stages
     stage = () if stages is None else ("stage", stages.rank())  # whose dropout is its own
     seed_all(derive_seed(config.seed, "run", layout.gradients.rank, *stage))
     if start:
-        complete_recipe_state(model, recipes.used(step))
+        live = complete_recipe_state(model, recipes.used(step))
         with naming_the_intact(checkpoint, output_dir):
-            restore_generators(start, ranks, model, layout.dims)
+            restore_generators(start, ranks, model, layout.dims, live)
 
     threshold = config.optimizer.qk_clip_threshold
 

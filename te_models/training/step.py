@@ -114,7 +114,7 @@ def make_loss_function(
         weight: torch.Tensor | None = None,
         **inputs: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return objective.loss(model, input_ids, labels, position_ids, documents, weight, **inputs)
+        return objective.loss(model, Batch(input_ids, labels, position_ids, documents), weight, **inputs)
 
     function = loss_function
     if compiled and mode == "block":

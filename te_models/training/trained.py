@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterable, Sequence
 
 from te_models.checkpoints import expected_tensors
+from te_models.checkpoints.mapping.blocks import joined_blocks
 from te_models.checkpoints.mapping.param_shapes import ExpertLayout, is_linear_weight
-from te_models.checkpoints.mapping.rank_shards import joined_blocks
 
 from ..config import ConfigError, ModelConfig
 from ..lora.model import blocks_of_layers, targeted_layers

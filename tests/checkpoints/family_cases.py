@@ -394,6 +394,10 @@ LATENTS: dict[str, tuple[str, dict[str, Any]]] = {
     "hy_v3-biases": ("hy_v3", {**ROUTED, "head_dim": 8, "mlp_bias": True}),
 }
 CASES = {**DENSE, **MIXTURES, **LATENTS, **MIXERS, **GEMMAS, **COMPRESSED}
+WITHOUT_EXPERTS = (
+    *("llama4-dense", "gemma4-wide", "gemma4-full", "granitemoehybrid-dense", "jamba-dense", "glm_moe_dsa-every"),
+)
+"""Models without experts, of families that may have them."""
 
 
 def family_of(case: str) -> str:

@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 from te_models.kernels import backend, launch
 from te_models.kernels.backend import Backend, BackendError, Compiled, choose, explain, has_library, using_backend
 from te_models.kernels.cpp_library import CompilationError
-from te_models.kernels.gemm import ScaledOperand, choice
+from te_models.kernels.gemm import choice
 from te_models.kernels.gemm.backends import DeviceCapability
 from tests.fork_server import run_python
 
@@ -107,10 +107,9 @@ def test_settings_that_are_none() -> None:
 
 def test_no_kernel_of_an_accelerator_runs_by_the_definitions() -> None:
     h100 = DeviceCapability("cuda", (9, 0), True, (12, 8))
-    operand = ScaledOperand(torch.zeros(32, 32).to(torch.float8_e4m3fn), torch.ones(()), "float32", (1, 128))
     x = torch.zeros(1)
     with mock.patch.object(launch, "as_accelerator", True):
-        assert launch.on_accelerator(x) and choice.against_triton(operand, operand, h100) is None
+        assert launch.on_accelerator(x) and choice.against_device(h100, (8, 9)) is None
         with using_backend("definition"):
             assert not launch.on_accelerator(x)
-            assert choice.against_triton(operand, operand, h100) == "the backend is 'definition'"
+            assert choice.against_device(h100, (8, 9)) == "the backend is 'definition'"

@@ -6,7 +6,13 @@ import torch.nn.functional as F
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.profiler import ProfilerActivity, profile
 
-from te_models.kernels.cross_entropy import IGNORE_INDEX, linear_cross_entropy, rows
+from te_models.kernels.cross_entropy import (
+    IGNORE_INDEX,
+    cross_entropy,
+    linear_cross_entropy,
+    linear_cross_entropy_and_z_loss,
+    rows,
+)
 from tests.kernels.test_cross_entropy import UNIT, exact_loss, inputs
 
 
@@ -42,16 +48,25 @@ def test_values_and_gradients(monkeypatch, chunk_tokens, with_bias, multiplier, 
         assert (got.grad.double() - want.grad).abs().max() <= 8 * max(UNIT[dtype], 2**-22) * want.grad.abs().max()
 
 
-def test_equals_torch_in_float64() -> None:
-    x, weight, _, labels = inputs(50, 16, 31, torch.float64)
-    leaves = [x.requires_grad_(), weight.requires_grad_()]
-    for chunk_tokens in (None, 7):
-        got = linear_cross_entropy(*leaves, labels, chunk_tokens=chunk_tokens)
-        expected = F.cross_entropy(F.linear(*leaves), labels)
-        # The softmax runs in float32 whatever the inputs are.
-        assert got.item() == pytest.approx(expected.item(), rel=4 * UNIT[torch.float32])
-        for a, b in zip(torch.autograd.grad(got, leaves), torch.autograd.grad(expected, leaves), strict=True):
-            assert (a - b).abs().max() <= 8 * UNIT[torch.float32] * b.abs().max()
+@pytest.mark.parametrize("chunk_tokens", [None, 7])
+def test_a_loss_of_float64_is_float64(chunk_tokens: int | None) -> None:
+    """Whole and by chunks, with and without the z-loss: the values and gradients of torch's cross entropy."""
+    x, weight, bias, labels = inputs(50, 16, 31, torch.float64)
+    leaves = [t.requires_grad_() for t in (x, weight, bias)]
+    logits = 3.0 * torch.tanh(F.linear(*leaves) * 0.7 / 3.0)
+    expected = F.cross_entropy(logits, labels)
+    squares = logits.logsumexp(-1)[labels != IGNORE_INDEX].square().mean()
+    options = {"multiplier": 0.7, "softcap": 3.0, "chunk_tokens": chunk_tokens}
+    found = linear_cross_entropy(x, weight, labels, bias, **options)
+    both = sum(linear_cross_entropy_and_z_loss(x, weight, labels, bias, **options))
+    plain = linear_cross_entropy(x, weight, labels, chunk_tokens=chunk_tokens)
+    of_logits = cross_entropy(x @ weight.T, labels)
+    right = F.cross_entropy(x @ weight.T, labels)
+    for got, want in ((found, expected), (both, expected + squares), (plain, right), (of_logits, right)):
+        assert got.dtype == torch.float64
+        gradients = (torch.autograd.grad(y, leaves[:2], retain_graph=True) for y in (got, want))
+        for a, b in zip([got, *next(gradients)], [want, *next(gradients)], strict=True):
+            torch.testing.assert_close(a.detach(), b.detach(), rtol=1e-13, atol=1e-15)
 
 
 @pytest.mark.parametrize("chunk_tokens", [None, 4])

@@ -81,6 +81,7 @@ def test_json_round_trip_is_exact(tmp_path: Path) -> None:
         ("lr = 1e-3", "clip_grad_norm = 0", ": [optimizer] clip_grad_norm is 0.0; allowed: a positive number or unset"),
         ("lr = 1e-3", "leraning_rate = 1e-3", ": [optimizer] has no key 'leraning_rate'; allowed: kind, lr, "),
         ("lr = 1e-3", "weight_deacy = 1e-3", "; did you mean 'weight_decay'?"),
+        ("steps = 100", "steps = 100\nlearning_rate = 1e-3", "; did you mean [optimizer] lr?"),
         ("steps = 100", "steps = 100\nsequence_length = 3", "; did you mean [data] sequence_length?"),
         ("sequence_length = 256", "device = 'cpu'", "; did you mean device before the first table?"),
         ("[optimizer]", "[moe]", "; did you mean [model.config.moe]?"),
@@ -218,12 +219,18 @@ def test_options_change_the_model_and_what_is_derived_from_it(toml: Path) -> Non
     [
         (["--optimizer.lrr", "3"], "'--optimizer.lrr' is no option; did you mean '--optimizer.lr'?"),
         (["--lr", "3"], "'--lr' is no option; did you mean '--optimizer.lr'?"),
+        (["--learning-rate", "3"], "'--learning-rate' is no option; did you mean '--optimizer.lr'?"),
+        (
+            ["--optimizer.max_grad_norm", "3"],
+            "'--optimizer.max_grad_norm' is no option; did you mean '--optimizer.",
+        ),
         (["--steps", "1.5"], "--steps is '1.5'; allowed: an integer"),
         (["--steps"], "--steps: a value is missing"),
         (["--schedule.kind", "step"], "--schedule.kind is 'step'; allowed: 'constant', 'linear', 'cosine', "),
         (["--optimizer.lr", "-1"], "--optimizer.lr is -1.0; allowed: a positive number"),
         (["--schedule.warmup-steps", "500"], "--schedule.warmup-steps is 500; allowed: warm-up and decay within"),
         (["stray"], "'stray' belongs to no option"),
+        (["--data.text", "['a']"], "--data.text is \"['a']\"; allowed: no value, or several, as in --data.text A B"),
     ],
 )
 def test_wrong_overrides_are_refused_by_name(toml: Path, arguments: list[str], named: str) -> None:

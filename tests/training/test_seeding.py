@@ -2,11 +2,13 @@
 
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from te_models.layers import Linear, set_rounding_seed
+from te_models.parallel import ParallelDims
 from te_models.training import train
 from te_models.training.checkpoints.checkpoint import TrainingState
 from te_models.training.checkpoints.start import restore_generators
@@ -60,7 +62,7 @@ def test_states_have_one_size() -> None:
 
 def test_a_run_that_continues_has_the_random_states_of_its_checkpoint() -> None:
     """Each step seeds the generators again, so that no number of a run tells."""
-    model = torch.nn.Linear(1, 1)
+    model: Any = torch.nn.Linear(1, 1)
     seed_all(7)
     torch.randn(3)
     saved = random_state()
@@ -68,9 +70,9 @@ def test_a_run_that_continues_has_the_random_states_of_its_checkpoint() -> None:
     start = TrainingState(4, 16, 2, {}, tensors)
     for rank in (0, 1):
         seed_all(8)
-        restore_generators(start, Ranks(rank, 2), model)
+        restore_generators(start, Ranks(rank, 2), model, ParallelDims(ranks=2), {})
         assert all(torch.equal(state, saved[name]) for name, state in random_state().items())
     seed_all(8)
     own = random_state()
-    restore_generators(start, Ranks(2, 3), model)  # which the checkpoint does not know
+    restore_generators(start, Ranks(2, 3), model, ParallelDims(ranks=3), {})  # which the checkpoint does not know
     assert all(torch.equal(state, own[name]) for name, state in random_state().items())

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from te_models.config import AttentionConfig
+from te_models.config import AttentionConfig, ModelConfig
 
-from ...mapping.layout_ops import At, Concat, Layout, Rows, Stack
+from ...mapping.blocks import joined
+from ...mapping.layout_ops import At, Layout, Rows, Stack
 
 
 @dataclass(frozen=True)
@@ -29,16 +30,16 @@ class CompressedNames:
     parts: tuple[str, str, str, str] = ("wkv", "wgate", "ape", "norm")
     hash_table: str = "ffn.gate.tid2eid"
 
-    def attention(self, a: AttentionConfig, at: str, ours: str) -> Iterator[tuple[str, Layout]]:
+    def attention(self, config: ModelConfig, a: AttentionConfig, at: str, ours: str) -> Iterator[tuple[str, Layout]]:
         """Yield the weight map of one layer's attention, without the norm before it."""
-        its, size = a.compressed, a.key_channels
+        its = a.compressed
         assert its is not None, "called for attention to compressed keys only"
 
         def weight(name: str) -> At:
             return At(f"{at}{name}.weight")
 
-        latent = (weight(self.query_down), its.q_lora_rank)
-        yield f"{ours}linear_qkv_down.weight", Concat(latent, (weight(self.key), size))
+        qkv = f"{ours}linear_qkv_down.weight"
+        yield qkv, joined(config, qkv, weight(self.query_down), weight(self.key))
         yield f"{ours}linear_q_up.layer_norm_weight", weight(self.query_norm)
         yield f"{ours}linear_q_up.weight", weight(self.query_up)
         yield f"{ours}kv_layernorm.weight", weight(self.key_norm)
@@ -48,15 +49,15 @@ class CompressedNames:
         yield f"{ours}linear_o_down.weight", Stack(*(Rows(down, g * rank, total) for g in range(its.o_groups)))
         yield f"{ours}linear_proj.weight", weight(self.output_up)
         if its.rate is not None:
-            yield from self._compressor(its.series * size, at + self.compressor, f"{ours}compressor.")
+            yield from self._compressor(config, at + self.compressor, f"{ours}compressor.")
         if its.index_topk is not None:
-            channels = its.series * its.index_head_dim
-            yield from self._compressor(channels, at + self.index_compressor, f"{ours}index_compressor.")
+            yield from self._compressor(config, at + self.index_compressor, f"{ours}index_compressor.")
             yield f"{ours}linear_index_q.weight", weight(self.index_query)
             yield f"{ours}index_weights.weight", weight(self.index_weights)
 
-    def _compressor(self, channels: int, at: str, ours: str) -> Iterator[tuple[str, Layout]]:
+    def _compressor(self, config: ModelConfig, at: str, ours: str) -> Iterator[tuple[str, Layout]]:
         keys, gates, bias, norm = (f"{at}.{name}" for name in self.parts)
         yield f"{ours}position_bias", At(bias)
-        yield f"{ours}linear_in.weight", Concat((At(f"{keys}.weight"), channels), (At(f"{gates}.weight"), channels))
+        first = f"{ours}linear_in.weight"
+        yield first, joined(config, first, At(f"{keys}.weight"), At(f"{gates}.weight"))
         yield f"{ours}layernorm.weight", At(f"{norm}.weight")

@@ -8,6 +8,7 @@ from typing import Literal
 
 from te_models.config import GatedDeltaConfig, ModelConfig
 
+from ...mapping.blocks import joined
 from ...mapping.layout_ops import At, Concat, Layout, Unsqueezed
 from .recurrent import Weights
 
@@ -40,9 +41,9 @@ class SeparateDeltaNames:
         yield f"{ours}A_log", Unsqueezed(f"{forget}A_log", self.decay_dims) if self.decay_dims else At(f"{forget}A_log")
         yield f"{ours}dt_bias", At(f"{forget}dt_bias")
         yield f"{ours}norm_weight", At(f"{at}o_norm.weight")
-        names = ("q_proj", "k_proj", "v_proj", "g_proj")
-        rows = ((At(f"{at}{name}.weight"), size) for name, size in zip(names, mixer.joined))
-        yield f"{ours}linear_in.weight", Concat(*rows)
+        names = ("q_proj", "k_proj", "v_proj", "g_proj")[: len(mixer.joined)]
+        first = f"{ours}linear_in.weight"
+        yield first, joined(config, first, *(At(f"{at}{name}.weight") for name in names))
         yield f"{ours}step.weight", At(f"{at}b_proj.weight")
         if mixer.decay_lora_rank is None:
             yield f"{ours}decay.weight", At(f"{forget}{self.decay}.weight")

@@ -9,13 +9,16 @@ from dataclasses import dataclass
 from te_models.config import AttentionConfig, ModelConfig
 
 from ...io.errors import CheckpointError, shown_untrusted
-from ...mapping.layout_ops import At, Concat, Layout
+from ...mapping.blocks import joined
+from ...mapping.layout_ops import At, Layout
 from .fields import Entry, Field, HFConfig, OwnEntry, Values, read_typed
 from .indexer import indexer_weights
 from .rope import Rope
 
 
-def latent_attention(a: AttentionConfig, at: str, ours: str, gate: str, proj: str) -> Iterator[tuple[str, Layout]]:
+def latent_attention(
+    config: ModelConfig, a: AttentionConfig, at: str, ours: str, gate: str, proj: str
+) -> Iterator[tuple[str, Layout]]:
     """Yield the weight map of one layer's attention, without the norm before it. gate, proj: the names, in the layer,
     of the projections of the output gate and of the output, beside which the other ones are."""
     yield from indexer_weights(a, at, ours)
@@ -24,13 +27,11 @@ def latent_attention(a: AttentionConfig, at: str, ours: str, gate: str, proj: st
     module, _, proj = (at + proj).rpartition(".")
     at = f"{module}."
     q = "q_proj" if mla.q_lora_rank is None else "q_a_proj"
-    q_rows = mla.q_lora_rank or a.num_attention_heads * (mla.qk_head_dim + mla.qk_pos_emb_head_dim)
-    kv_rows = mla.kv_lora_rank + mla.qk_pos_emb_head_dim
     if a.add_qkv_bias and mla.q_lora_rank is None:
         yield f"{ours}latent_bias", At(f"{at}kv_a_proj_with_mqa.bias")
     for kind in ("weight", "bias") if a.add_qkv_bias and mla.q_lora_rank is not None else ("weight",):
-        parts = (At(f"{at}{q}.{kind}"), q_rows), (At(f"{at}kv_a_proj_with_mqa.{kind}"), kv_rows)
-        yield f"{ours}linear_qkv_down.{kind}", Concat(*parts)
+        down = f"{ours}linear_qkv_down.{kind}"
+        yield down, joined(config, down, At(f"{at}{q}.{kind}"), At(f"{at}kv_a_proj_with_mqa.{kind}"))
     for name, theirs in (("linear_q_up", "q"), ("linear_kv_up", "kv")):
         if name == "linear_kv_up" or mla.q_lora_rank is not None:
             yield f"{ours}{name}.layer_norm_weight", At(f"{at}{theirs}_a_layernorm.weight")

@@ -148,15 +148,13 @@ class ExpertGroups:
         return {"n_group": router.num_groups, "topk_group": router.topk_groups}
 
 
-def sigmoid_router(
-    *, scale: str = "routed_scaling_factor", default_scale: float = 1.0, normalize: bool = True
-) -> tuple[Entry, ...]:
+def sigmoid_router(*, default_scale: float = 1.0, normalize: bool = True) -> tuple[Entry, ...]:
     """Return the entries of DeepSeek-V3's router: sigmoid scores, a bias for the choice, groups, a scale."""
     return (
         *fixed({"moe.router.score": "sigmoid", "moe.router.expert_bias": True, "moe.router.normalize_eps": 1e-20}),
         Fixed("moe.router.dtype", "float32"),
         Field("norm_topk_prob", "moe.router.normalize", bool, normalize),
-        Field(scale, "moe.router.scaling_factor", float, default_scale),
+        Field("routed_scaling_factor", "moe.router.scaling_factor", float, default_scale),
     )
 
 

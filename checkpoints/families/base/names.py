@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from te_models.config import AttentionConfig, ModelConfig
 
 from ...io.errors import CheckpointError
+from ...mapping.blocks import joined
 from ...mapping.layout_ops import At, Concat, Deinterleaved, Folded, Layout, Rows, Stack, Transpose, Unsqueezed
 from ...mapping.param_shapes import XIELU_NUMBERS, expected_tensors, head_sizes
 from .additions import layer_additions, model_additions
@@ -45,13 +46,13 @@ class PerExpert:
     def weights(self, config: ModelConfig, ours: str, at: str) -> Weights:
         moe = config.moe
         assert moe is not None, "called for MoE layers only"
-        rows, experts = moe.moe_ffn_hidden_size, range(moe.num_moe_experts)
+        experts, fc1 = range(moe.num_moe_experts), f"{ours}linear_fc1"
         for kind in ("weight", "bias") if moe.bias else ("weight",):
             gate, up, down = (
                 [At(f"{at}{name.format(e=e)}.{kind}") for e in experts] for name in (self.gate, self.up, self.down)
             )
-            first = up if not config.mlp.gated else [Concat((g, rows), (u, rows)) for g, u in zip(gate, up)]
-            yield f"{ours}linear_fc1.{kind}", Stack(*first)
+            first = zip(gate, up) if config.mlp.gated else zip(up)
+            yield f"{fc1}.{kind}", Stack(*(joined(config, f"{fc1}.{kind}", *parts) for parts in first))
             yield f"{ours}linear_fc2.{kind}", Stack(*down)
 
 
@@ -271,7 +272,7 @@ class Names:
         at = f"{self.layer.format(i=first)}.{its.block}"
         if shared.attention_lora:
             downs = [At(f"{at}{name.format(use=use)}.0.weight") for name in its.qkv_adapters]
-            yield f"{ours}qkv_down.weight", Concat(*((down, shared.lora_rank) for down in downs))
+            yield f"{ours}qkv_down.weight", joined(config, f"{ours}qkv_down.weight", *downs)
             for number, name in enumerate(its.qkv_adapters):
                 yield f"{ours}qkv_up.{number}.weight", At(f"{at}{name.format(use=use)}.1.weight")
         fc1 = its.fc1_adapter.format(use=use)
@@ -303,9 +304,9 @@ class Names:
         yield from self._norms(config, i, at, ours)
         attention, mixer = config.attention_of(i), config.mixer_of(i)
         if attention is not None and attention.compressed is not None and self.compressed is not None:
-            yield from self.compressed.attention(attention, at, f"{ours}self_attention.")
+            yield from self.compressed.attention(config, attention, at, f"{ours}self_attention.")
         elif attention is not None and attention.mla is not None:
-            yield from latent_attention(attention, at, f"{ours}self_attention.", self.gate, self.proj)
+            yield from latent_attention(config, attention, at, f"{ours}self_attention.", self.gate, self.proj)
         elif attention is not None and config.shared_block_of(i) is None:
             own_keys = config.kv_source(i) is None
             yield from self._attention(config, attention, at, f"{ours}self_attention.", own_keys=own_keys)
@@ -355,7 +356,7 @@ class Names:
             sizes, names = a.qkv_rows(own_keys=own_keys), [at + name for name in self.qkv]
             names = names[: 1 if not own_keys else 2 if a.key_is_value else 3]
             if kind == "bias" and a.has_bias_apart:
-                yield f"{ours}qkv_bias", self._joined(names, kind, sizes[:-1])
+                yield f"{ours}qkv_bias", Concat(*((At(f"{name}.bias"), size) for name, size in zip(names, sizes)))
                 continue
             names += [at + self.gate] if a.gate_rows and not self.gate_in_q else []
             if a.gate_rows and self.gate_in_q:
@@ -364,7 +365,7 @@ class Names:
                 others = [(At(f"{name}.{kind}"), its) for name, its in zip(names[1:], sizes[1:-1], strict=True)]
                 yield f"{ours}linear_qkv.{kind}", Concat(*rows[0], *others, *rows[1])
                 continue
-            layout = self._joined(names, kind, sizes)
+            layout = self._joined(config, f"{ours}linear_qkv", names, kind)
             if self.heads_in_turn and groups > 1:
                 name, total, each = f"{at}{self.qkv[0]}.{kind}", sum(sizes), heads // groups
                 order = [head // each * (each + 2) + head % each for head in range(heads)]
@@ -398,47 +399,45 @@ class Names:
             yield f"{ours}core_attention.softmax_offset", At(at + self.sinks)
         if a.has_head_gate:
             yield f"{ours}head_gate.weight", At(f"{at}{self.gate}.weight")
-        yield from self._linear(f"{ours}linear_proj", [at + self.proj], (config.hidden_size,), a.add_output_bias)
+        yield from self._linear(config, f"{ours}linear_proj", [at + self.proj], a.add_output_bias)
 
     def _mlp(self, config: ModelConfig, i: int, at: str, ours: str) -> Weights:
         m = config.mlp
-        fc1 = [at + name for name in self.fc1]
-        yield from self._linear(f"{ours}linear_fc1", fc1, (config.ffn_hidden_size(i),) * len(fc1), m.bias)
-        yield from self._linear(f"{ours}linear_fc2", [at + self.fc2], (config.hidden_size,), m.bias)
+        yield from self._linear(config, f"{ours}linear_fc1", [at + name for name in self.fc1], m.bias)
+        yield from self._linear(config, f"{ours}linear_fc2", [at + self.fc2], m.bias)
         for name in XIELU_NUMBERS if m.activation == "xielu" else ():
             yield f"{ours}xielu.{name}", At(f"{at}mlp.act_fn.{name}")
 
     def _moe(self, config: ModelConfig, i: int, at: str, ours: str) -> Weights:
         moe = config.moe
         assert moe is not None, "called for MoE layers only"
-        yield from self._linear(f"{ours}router", [at + self.router], (moe.num_moe_experts,), moe.router.linear_bias)
+        yield from self._linear(config, f"{ours}router", [at + self.router], moe.router.linear_bias)
         if i in moe.hash_layers and self.compressed is not None:
             yield f"{ours}router.expert_of_token", At(at + self.compressed.hash_table)
         elif moe.router.expert_bias and self.selection_bias is not None:
             name = at + self.selection_bias
             yield f"{ours}router.expert_bias", Unsqueezed(name) if self.selection_bias_unsqueezed else At(name)
         if moe.moe_latent_size is not None:
-            for kind, rows in (("fc1", moe.moe_latent_size), ("fc2", config.hidden_size)):
-                name = f"{kind}_latent_proj"
-                yield from self._linear(f"{ours}{name}", [f"{at}{self.latent}{name}"], (rows,), config.mlp.bias)
+            for name in ("fc1_latent_proj", "fc2_latent_proj"):
+                yield from self._linear(config, ours + name, [f"{at}{self.latent}{name}"], config.mlp.bias)
         yield from self.experts.weights(config, f"{ours}experts.", at)
-        width, bias = moe.shared_expert_intermediate_size, config.mlp.bias
-        if width is not None:
+        if moe.shared_expert_intermediate_size is not None:
+            bias = config.mlp.bias
             fc1, fc2 = [at + name for name in self.shared_fc1], [at + self.shared_fc2]
-            yield from self._linear(f"{ours}shared_experts.linear_fc1", fc1, (width,) * len(fc1), bias)
-            yield from self._linear(f"{ours}shared_experts.linear_fc2", fc2, (config.hidden_size,), bias)
+            yield from self._linear(config, f"{ours}shared_experts.linear_fc1", fc1, bias)
+            yield from self._linear(config, f"{ours}shared_experts.linear_fc2", fc2, bias)
             if moe.shared_expert_gate:
                 yield f"{ours}shared_experts.gate_weight", At(f"{at}{self.shared_gate}.weight")
 
-    def _linear(self, ours: str, theirs: list[str], sizes: tuple[int, ...], bias: bool) -> Weights:
+    def _linear(self, config: ModelConfig, ours: str, theirs: list[str], bias: bool) -> Weights:
         for kind in ("weight", "bias") if bias else ("weight",):
-            yield f"{ours}.{kind}", self._joined(theirs, kind, sizes)
+            yield f"{ours}.{kind}", self._joined(config, ours, theirs, kind)
 
-    def _joined(self, theirs: list[str], kind: str, sizes: tuple[int, ...]) -> Layout:
+    def _joined(self, config: ModelConfig, ours: str, theirs: list[str], kind: str) -> Layout:
         if len(theirs) == 1:
             layout: Layout = At(f"{theirs[0]}.{kind}")
             return Transpose(layout) if self.transposed and kind == "weight" else layout
-        return Concat(*((At(f"{name}.{kind}"), size) for name, size in zip(theirs, sizes, strict=True)))
+        return joined(config, f"{ours}.{kind}", *(At(f"{name}.{kind}") for name in theirs))
 
 
 def per_expert(names: Names, experts: str) -> Names:

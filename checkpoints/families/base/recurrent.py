@@ -21,6 +21,7 @@ from te_models.config import (
 )
 
 from ...io.errors import CheckpointError
+from ...mapping.blocks import joined
 from ...mapping.layout_ops import At, Concat, Layout, Rows, Unsqueezed
 from .attentions import Nested
 from .fields import REQUIRED, HFConfig, Values, read_typed, shorten_value
@@ -192,9 +193,8 @@ class GatedDeltaNames:
             yield f"{ours}linear_in.weight", _of_heads(f"{at}in_proj_qkvz.weight", heads, (K, K, V, V))
             parts = [_of_heads(f"{at}in_proj_ba.weight", heads, (shared, shared), only=part) for part in (0, 1)]
         else:
-            qkv, z = At(f"{at}in_proj_qkv.weight"), At(f"{at}in_proj_z.weight")
-            size = mixer.value_size
-            yield f"{ours}linear_in.weight", Concat((qkv, 2 * mixer.key_size + size), (z, size))
+            first, z = f"{ours}linear_in.weight", At(f"{at}in_proj_z.weight")
+            yield first, joined(config, first, (At(f"{at}in_proj_qkv.weight"), 3), z)
             parts = [At(f"{at}in_proj_{name}.weight") for name in "ba"]
         yield f"{ours}step.weight", parts[0]
         yield f"{ours}decay.weight", parts[1]
@@ -270,7 +270,7 @@ class LightningNames:
         yield f"{ours}norm_weight", At(f"{at}norm.weight")
         qkv = _of_heads(f"{at}qkv_proj.weight", mixer.num_heads, (mixer.head_dim,) * 3)
         gate = At(f"{at}output_gate.weight")
-        yield f"{ours}linear_in.weight", Concat((qkv, 3 * mixer.size), (gate, mixer.size))
+        yield f"{ours}linear_in.weight", joined(config, f"{ours}linear_in.weight", (qkv, 3), gate)
         yield f"{ours}linear_proj.weight", At(f"{at}out_proj.weight")
 
 

@@ -15,21 +15,8 @@ from ..fp8.op import amax as largest
 from ..fp8.op import grouped_amax
 from ..output import nvfp4_copies
 from . import copies, cpu
-from .copies import transpose_nvfp4
 from .four_over_six import ErrorMode, quantize_four_over_six
 from .reference import block_shape
-
-__all__ = [
-    "decode_blocks",
-    "dequantize_nvfp4",
-    "quantize_four_over_six",
-    "quantize_grouped_four_over_six",
-    "quantize_grouped_nvfp4",
-    "quantize_nvfp4",
-    "quantize_nvfp4_transposed",
-    "random_hadamard",
-    "transpose_nvfp4",
-]
 
 
 def _transformed(x: Tensor, dim: int) -> Output:

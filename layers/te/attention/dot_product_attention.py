@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from te_models.kernels.packed_attention import documents_of_lengths
-from te_models.suggestions import shown
+from te_models.suggestions import check_choice, shown
 
 from ...attention import dot_product_attention
-from ...attention.dot_product_attention import check_choice, key_value_heads
+from ...attention.dot_product_attention import key_value_heads
 from ...attention.mask import AttentionMask, BiasType, Masking, ScoreBias, Window, mask_type_of, window_of
 from ...collectives import ranks_of
 from ...distributed.context_parallel import (

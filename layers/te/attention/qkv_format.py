@@ -9,7 +9,7 @@ from typing import Literal, get_args
 
 from torch import Tensor
 
-from te_models.suggestions import shown
+from te_models.suggestions import check_choice
 
 QkvFormat = Literal["sbhd", "bshd", "thd"]
 """[S, B, N, D], [B, S, N, D], or the sequences of a batch one after the other, [T, N, D]."""
@@ -22,8 +22,7 @@ _SHAPES = {
 
 def check_qkv_format(qkv_format: str) -> None:
     """Raise ValueError for a layout that does not exist."""
-    if qkv_format not in get_args(QkvFormat):
-        raise ValueError(f"qkv_format is {shown(qkv_format)}; allowed: {', '.join(map(repr, get_args(QkvFormat)))}")
+    check_choice("qkv_format", qkv_format, get_args(QkvFormat))
 
 
 def batch_first(name: str, x: Tensor, heads: int, qkv_format: str) -> Tensor:

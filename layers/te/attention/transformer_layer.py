@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from te_models.suggestions import shown
+from te_models.suggestions import check_choice
 
 from ...attention.mask import AttentionMask, Window
 from ...distributed.tensor_parallel import InitMethod
@@ -91,8 +91,7 @@ class TransformerLayer(nn.Module):
         softmax_type: str = "vanilla",
     ) -> None:
         super().__init__()
-        if layer_type not in ("encoder", "decoder"):
-            raise ValueError(f"layer_type is {shown(layer_type)}; allowed: 'encoder', 'decoder'")
+        check_choice("layer_type", layer_type, ("encoder", "decoder"))
         of_norm, decoder = apply_residual_connection_post_layernorm, layer_type == "decoder"
         if parallel_attention_mlp and (decoder or of_norm or output_layernorm):
             raise ValueError(

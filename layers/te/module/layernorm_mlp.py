@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from te_models.kernels.activation import Activation
-from te_models.suggestions import shown
+from te_models.suggestions import check_choice
 
 from ...distributed.tensor_parallel import InitMethod, TensorParallelModule
 from ...gemm.autograd import linear_function
@@ -89,8 +89,7 @@ class LayerNormMLP(TEState, TensorParallelModule, PrecedingNorm, GemmModule):
         name: str = "",
     ) -> None:
         super().__init__(2, name, WeightGradients(fuse_wgrad_accumulation, delay_wgrad_compute))
-        if activation not in MLP_ACTIVATIONS:
-            raise ValueError(f"activation is {shown(activation)}; allowed: {', '.join(map(repr, MLP_ACTIVATIONS))}")
+        check_choice("activation", activation, MLP_ACTIVATIONS)
         self.set_parallel(tp_group, tp_size, sequence_parallel)
         self.asked_mode = "column" if set_parallel_mode else None
         self.set_parallel_mode = set_parallel_mode and self.tp_size > 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,7 @@ from ...terminal import TextTable, say_while_waiting
 from ..parser import Verbs, emit, positive, positive_count, verb
 
 if TYPE_CHECKING:
-    from ...plan import Hardware, Plan, Refused
+    from ...plan import Estimated, Hardware, Plan, Refused
     from ...training.config import TrainConfig
 
 DESCRIPTION = """\
@@ -19,8 +20,9 @@ Plan a training run on any number of ranks, without them: memory, FLOPs, bytes o
 collective and a model of step time. One micro-batch, of a pipeline its whole schedule, runs on
 tensors without values, as a rank of the layout in CONFIG.toml would run it on CPU. --layouts
 tries layouts of tensor, sequence, pipeline, context and expert parallelism that ranks,
-micro-batches and sequences allow, the best of them with other pipeline schedules, virtual
-stages, reductions and dispatchers, too, and says which ones fit. Exit code 1: nothing fits."""
+micro-batches and sequences allow, first those that a rough estimate says are fastest, until a
+dozen fit; the best of them with other pipeline schedules, virtual stages, reductions,
+dispatchers and overlaps, too, and says which ones fit. Exit code 1: nothing fits."""
 
 _SHORT = {
     "data_parallel_replicate_size": "dp_replicate",
@@ -85,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         config = usual_run(*_model(args.model))
     say_while_waiting("running a micro-batch on tensors without values")
-    from ...plan import Hardware, Refused, plan_layouts, plan_run
+    from ...plan import Hardware, Plan, plan_layouts, plan_run
 
     asked = {name: getattr(args, name) for name in _HARDWARE if getattr(args, name) is not None}
     hardware = Hardware(**asked)
@@ -94,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
         emit(args, plan.to_dict(), *_tables(plan, hardware))
         return 0 if plan.fits else 1
     plans = plan_layouts(config, args.ranks, hardware, told=say_how_many)
-    fitting = [plan for plan in plans if not isinstance(plan, Refused) and plan.fits]
+    fitting = [plan for plan in plans if isinstance(plan, Plan) and plan.fits]
     emit(args, {"layouts": [plan.to_dict() for plan in plans]}, layouts_table(plans, args.ranks, hardware))
     return 0 if fitting else 1
 
@@ -178,7 +180,7 @@ def _size(size: int | bool | str | None) -> str:
     return ("yes" if size else "no") if isinstance(size, bool) else str(size)
 
 
-def _differs(name: str, plans: list[Plan | Refused]) -> bool:
+def _differs(name: str, plans: Sequence[Plan | Refused | Estimated]) -> bool:
     """Whether a column says something: that layers are split, staged or their experts distributed is always told."""
     if name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size"):
         return True
@@ -197,14 +199,14 @@ _OPTIONS = {
 }
 
 
-def _option(plan: Plan | Refused, name: str) -> str:
+def _option(plan: Plan | Refused | Estimated, name: str) -> str:
     value = plan.options.get(name)
     return "" if value is None else _size(value)
 
 
-def layouts_table(plans: list[Plan | Refused], ranks: int, hardware: Hardware) -> TextTable:
+def layouts_table(plans: Sequence[Plan | Refused | Estimated], ranks: int, hardware: Hardware) -> TextTable:
     """Return the plans of several layouts, one in a row."""
-    from ...plan import Refused
+    from ...plan import Estimated, Refused
 
     names = [name for name in _SHORT if not name.startswith("data_") and _differs(name, plans)]
     options = [name for name in _OPTIONS if len({_option(plan, name) for plan in plans}) > 1]
@@ -214,6 +216,8 @@ def layouts_table(plans: list[Plan | Refused], ranks: int, hardware: Hardware) -
         sizes = [*(_size(plan.sizes[name]) for name in names), *(_option(plan, name) for name in options)]
         if isinstance(plan, Refused):
             rows.append((*sizes, "refused", "", "", "", plan.reason))
+        elif isinstance(plan, Estimated):
+            rows.append((*sizes, "not planned", "", f"about {plan.step_s:.2g} s", f"{100 * plan.mfu:.2g} %", ""))
         else:
             mfu = f"{100 * plan.mfu:.3g} %"
             fits = "yes" if plan.fits else "no"

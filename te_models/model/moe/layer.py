@@ -122,7 +122,8 @@ class MoELayer(nn.Module):
                 own = None if beside is None else beside.result
                 y = y + (shared(x) if own is None else own)
             y = y if self.moe.output_multiplier == 1.0 else y * self.moe.output_multiplier
-        decided = self._router_output(logits, indices, counts, token_mask, x.shape[0])
+        balanced = self.moe.aux_loss_coeff > 0 and table is None
+        decided = self._router_output(logits, indices, counts, token_mask, x.shape[0], balanced)
         if self.router.recorded:
             decided = decided._replace(indices=indices.view(*x.shape[:-1], -1))
         return y, decided
@@ -182,9 +183,16 @@ class MoELayer(nn.Module):
         return gather_tokens_of_ranks(y, shard)[:total]
 
     def _router_output(
-        self, logits: Tensor, indices: Tensor, counts: Tensor, token_mask: Tensor | None, sequences: int
+        self,
+        logits: Tensor,
+        indices: Tensor,
+        counts: Tensor,
+        token_mask: Tensor | None,
+        sequences: int,
+        balanced: bool,
     ) -> RouterOutput:
-        """logits: [T, E]; indices: [T, K]; counts: [E]; token_mask: [B, S]; sequences: B."""
+        """logits: [T, E]; indices: [T, K]; counts: [E]; token_mask: [B, S]; sequences: B; balanced: whether there is a
+        load-balancing loss."""
         moe, mask = self.moe, None if token_mask is None else token_mask.flatten()
         balance = z = torch.zeros((), dtype=torch.float32, device=logits.device)
         own = mean = dropped = choices = None
@@ -193,15 +201,15 @@ class MoELayer(nn.Module):
         capacity = self.dispatcher.capacity(indices.numel())
         if capacity is not None:
             dropped = (counts - capacity).clamp(min=0).sum()
-        if self.context_shard is not None and (moe.aux_loss_coeff > 0 or moe.z_loss_coeff > 0):
+        if self.context_shard is not None and (balanced or moe.z_loss_coeff > 0):
             # the losses are of whole sequences
             shard = self.context_shard
             logits = _by_sequence(gather_rows_of_ranks(logits, shard), shard, sequences)
             indices = _by_sequence(all_gather(indices, shard.group), shard, sequences)
             mask = None if mask is None else _by_sequence(all_gather(mask, shard.group), shard, sequences)
-        if moe.aux_loss_coeff > 0 and moe.moe_router_load_balancing_type == "joint_aux_loss":
+        if balanced and moe.moe_router_load_balancing_type == "joint_aux_loss":
             choices, mean = joint_shares(logits, moe.moe_router_topk, mask)
-        elif moe.aux_loss_coeff > 0:
+        elif balanced:
             probabilities = router_probabilities(logits, moe.router.score)
             if moe.moe_router_load_balancing_type == "global_aux_loss":
                 mean = mean_probabilities(probabilities, mask)

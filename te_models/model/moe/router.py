@@ -70,7 +70,7 @@ class Router(nn.Module):
     def __init__(self, config: ModelConfig, build: Build, *, hashed: bool = False) -> None:
         super().__init__()
         assert config.moe is not None
-        self.config = config.moe.router
+        self.config, self.hashed = config.moe.router, hashed
         self.init_method = init_method(config)
         experts = config.moe.num_moe_experts
         self.weight = build.parameter(experts, config.hidden_size)
@@ -157,7 +157,12 @@ def load_balancing_losses(routed: list[RouterOutput], routers: list[Router], *, 
     """Return the loss of each MoE layer, [MoE layers], or the one of all of them, [1]. routers: of the layers in order;
     there may be more; whole: whether they are of a whole model, not of a stage. Over the global batch, experts' shares
     are those of the choices of all ranks that have these layers since the last `take_expert_load`; evaluation compares
-    a rank's own. Raises RuntimeError where it is not known which ranks these are."""
+    a rank's own. Layers whose experts a table chooses have no loss, as in transformers: no training balances them.
+    Raises RuntimeError where it is not known which ranks these are."""
+    places = [i for i in range(len(routed)) if not routers[i].hashed]
+    if not places:
+        return routed[0].load_balancing_loss.new_zeros(1)
+    routed, routers = [routed[i] for i in places], [routers[i] for i in places]
     if routed[0].mean_probabilities is None:
         return torch.stack([r.load_balancing_loss for r in routed])
     means = torch.stack([r.mean_probabilities for r in routed if r.mean_probabilities is not None])
@@ -165,7 +170,7 @@ def load_balancing_losses(routed: list[RouterOutput], routers: list[Router], *, 
         choices = torch.stack([r.choices_per_token for r in routed if r.choices_per_token is not None])
         return means.shape[-1] * (choices.mean(0) * means.mean(0)).sum(-1, keepdim=True)
     if routers[0].counting:
-        counts = torch.stack([router.expert_counts for router in routers[: len(routed)]])
+        counts = torch.stack([router.expert_counts for router in routers])
         group, everyone = routers[0].layer_group, group_of_all()
         if group is None and everyone is not None and not whole:
             raise RuntimeError(

@@ -65,10 +65,12 @@ def to_hf(gpt: GPTModel, family: str | None, *, dequantize: bool) -> transformer
         if not stored.convertible and name in converted:  # such a tensor has another precision
             tensor = model.get_parameter(name) if name in dict(model.named_parameters()) else model.get_buffer(name)
             tensor.data = tensor.data.to(torch.promote_types(tensor.dtype, converted[name].dtype))
-    names = model.state_dict()
+    names, buffers = model.state_dict(), dict(model.named_buffers())
     result = model.load_state_dict(converted, strict=False)
     loaded = {t.data_ptr() for name, t in names.items() if name not in result.missing_keys}
     missing = [name for name in result.missing_keys if names[name].data_ptr() not in loaded]  # not only a tied copy
+    # tables that transformers has computed from the configuration
+    missing = [name for name in missing if name not in buffers or not chosen.unused.holds(name, config.to_dict())]
     if missing or result.unexpected_keys:
         raise CheckpointError(
             f"transformers' {type(model).__name__} has other tensors than the family {chosen.model_type!r}: "

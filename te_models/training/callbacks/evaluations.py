@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,8 @@ from ..config import TrainConfig
 from .callback import Callbacks, RunView
 from .installed import load_installed
 
-Evaluation = Callable[[GPTModel], float | Mapping[str, float]]
-"""Of a model in eval mode, without gradients: a number, or numbers by name."""
+Evaluation = Callable[[GPTModel], float | torch.Tensor | Mapping[str, float | torch.Tensor]]
+"""Of a model in eval mode, without gradients: a number, a tensor of one number, or these by name."""
 
 
 class Evaluations:
@@ -69,7 +70,9 @@ def _numbers(name: str, function: Evaluation, model: GPTModel) -> dict[str, floa
         numbers = {"": numbers}
     found = {}
     for key, value in numbers.items():
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
+        if isinstance(value, torch.Tensor) and value.numel() == 1:
+            value = value.item()
+        if isinstance(value, bool) or not isinstance(value, Real):
             raise TypeError(f"it returned a {type(value).__name__}; allowed: a number, or numbers by name")
         found[f"{name}/{key}" if key else name] = float(value)
     return found

@@ -83,9 +83,9 @@ def push_to_hub(
     """Upload the model of a run with its card, and return the address of the commit.
 
     folder: which model folder of the run, as "adapter-hf" of a run of adapters. private: whether a repository that is
-    made is private. revision: the branch (None: the main one). token, endpoint: as for `huggingface_hub.HfApi`; it
-    finds a token that `hf auth login` left. The card is written to the folder as README.md. Raises ConfigError for a
-    folder that is no run's, and huggingface_hub's errors.
+    made is private. revision: the branch, made where it does not exist (None: the main one). token, endpoint:
+    as for `huggingface_hub.HfApi`; it finds a token that `hf auth login` left. The card is written to the folder as
+    README.md. Raises ConfigError for a folder that is no run's, and huggingface_hub's errors.
     """
     hub = require("huggingface_hub", "hf", feature="push_to_hub")
     card = model_card(output_dir, folder)
@@ -93,6 +93,8 @@ def push_to_hub(
     replace_text(target / CARD, card)
     api = hub.HfApi(endpoint=endpoint, token=token)
     api.create_repo(repo_id, private=private, exist_ok=True)
+    if revision is not None:
+        api.create_branch(repo_id, branch=revision, exist_ok=True)
     done = api.upload_folder(
         repo_id=repo_id, folder_path=str(target), revision=revision, commit_message="Upload a te_models run"
     )
@@ -107,9 +109,23 @@ class PushToHub(Callback):
     """
 
     def __init__(self, repo_id: str, **options: Any) -> None:
-        """options: of `push_to_hub`."""
-        require("huggingface_hub", "hf", feature="hub.repo_id")
+        """options: of `push_to_hub`. Raises ConfigError for what is no name of a repository."""
+        hub = require("huggingface_hub", "hf", feature="hub.repo_id")
+        try:
+            hub.utils.validate_repo_id(repo_id)
+        except hub.errors.HFValidationError:
+            raise ConfigError(
+                f"hub.repo_id is {repo_id!r}; allowed: organisation/name, of letters, digits, '-', '_' and '.'"
+            ) from None
         self.repo_id, self.options = repo_id, options
+
+    def on_begin(self, run: RunView) -> None:
+        """Raise ConfigError, on rank 0, where there is no token: before a run, and not behind it."""
+        hub = require("huggingface_hub", "hf", feature="hub.repo_id")
+        if run.rank == 0 and self.options.get("token") is None and hub.get_token() is None:
+            raise ConfigError(
+                f"hub.repo_id is {self.repo_id}, without a token; allowed: after `hf auth login`, or with HF_TOKEN"
+            )
 
     def on_end(self, run: RunView, result: TrainResult) -> None:
         """Upload, from rank 0."""

@@ -6,25 +6,25 @@ A run's folder may come from somebody else: a module that lies in it must not ru
 from __future__ import annotations
 
 import importlib
-import os
 import sys
 from typing import Any
 
+from ...child_process import import_path
 from ...config import ConfigError
 
 
 def load_installed(name: str, key: str) -> Any:
     """Return the object that "package.module:name" means. key: the key of the configuration that has the name.
 
-    The module is imported from the library and the packages of the environment; entries of `sys.path` before those that
-    are the current directory are passed over. Raises ConfigError where the name has another form, or no module or
-    object of this name is installed; what the module itself raises passes unchanged.
+    The module is imported from `import_path`: the library and the packages of the environment, not the current
+    directory. Raises ConfigError where the name has another form, or no module or object of this name is installed;
+    what the module itself raises passes unchanged.
     """
     module, colon, attribute = name.partition(":")
     if not (colon and module and attribute):
         raise ConfigError(f'{key} has {name!r}; allowed: "package.module:name"')
     before = list(sys.path)
-    sys.path[:] = _installed_path(before)
+    sys.path[:] = import_path()
     try:
         found: Any = importlib.import_module(module)
     except ModuleNotFoundError as error:
@@ -41,11 +41,3 @@ def load_installed(name: str, key: str) -> Any:
             raise ConfigError(f"{key} has {name!r}, and {module} has no {attribute!r}")
         found = getattr(found, part)
     return found
-
-
-def _installed_path(path: list[str]) -> list[str]:
-    """Return `sys.path` without the entries that are the current directory, but for those that installed packages have
-    added behind their own folder."""
-    packages = next((i for i, entry in enumerate(path) if entry.endswith("site-packages")), len(path))
-    here = os.path.realpath(".")
-    return [entry for i, entry in enumerate(path) if i > packages or os.path.realpath(entry or ".") != here]

@@ -261,11 +261,11 @@ def check_tensors(tensors: Mapping[str, torch.Tensor], step: int, ranks: int) ->
 
 
 def by_rank(tensors: Mapping[str, torch.Tensor], prefix: str) -> dict[str, dict[str, torch.Tensor]]:
-    """Return the tensors named PREFIX RANK . NAME, by rank, then by name."""
+    """Return the tensors named PREFIX RANK . NAME, by rank, then by name; of recipes, those of earlier releases."""
     found: dict[str, dict[str, torch.Tensor]] = {}
     for name, value in tensors.items():
-        if name.startswith(prefix):
-            rank, _, own = name.removeprefix(prefix).partition(".")
+        rank, _, own = name.removeprefix(prefix).partition(".")
+        if name.startswith(prefix) and (prefix != "recipe." or rank.isdigit()):
             found.setdefault(rank, {})[own] = value
     return found
 

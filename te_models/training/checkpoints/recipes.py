@@ -1,132 +1,168 @@
 """The live state of recipes in a checkpoint, and what a rank takes of it in the same layout or in another.
 
-Every rank saves the state of the layers that it has. It is the same on all ranks that have the same layers and experts;
-a layer of experts has the scales of a rank's consecutive experts.
+It has the name of the layer that it belongs to: `recipe.LAYER.NAME`, whichever rank or pipeline stage has the layer.
+Scales and histories are the layer's, and of distributed experts each expert's. What ranks that have the same layer do
+not share is in as many rows: the stream of each rank's random bits, the amaxes that it has recorded since the last
+update of scales, and scales that no rank shares: of experts with several copies, and of `reduce_amax = False`.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from te_models.layers import Recipe, prepare_recipe_state, recipe_state
+from te_models.checkpoints.io.errors import quote, shorten
+from te_models.layers import DelayedScaling, Recipe, prepare_recipe_state, recipe_state
 from te_models.layers.module.model_state import quantized_modules
+from te_models.layers.recipe.recipe_use import recipe_for_layer
 
 from ...model import GPTModel
 from ...parallel.dims import ParallelDims
+from ...parallel.parts import LocalPart
 from .checkpoint import TrainingState
-from .checks import by_rank, check_ranges, check_same_layout
+from .checks import PARTS, TrainingCheckpointError, check_ranges
+from .old_recipes import each_stage, expert_split, old_recipe_state
+
+PREFIX = "recipe."
+_STREAM, _PENDING = "fp8_rng_state", ("fp8_amax", "fp8_grad_amax", "fp8_outer_amax")
 
 
-def complete_recipe_state(model: GPTModel, recipes: Iterable[Recipe]) -> dict[str, Tensor]:
+class LayerState(NamedTuple):
+    """An entry of a layer's state. tensor: this rank's. per_expert: its last dimension counts the experts of a layer
+    whose experts are distributed. per_rank: ranks that have the same layer have different ones."""
+
+    tensor: Tensor
+    per_expert: bool
+    per_rank: bool
+
+    def rows(self, dims: ParallelDims, rank: int) -> tuple[int, int]:
+        """Return how many ranks have the entry, and the number of this rank among them."""
+        count, own = each_stage(dims), rank % each_stage(dims)
+        if not self.per_expert:
+            return count, own
+        split, experts = expert_split(dims), dims.expert_model_parallel_size
+        return count // experts, own // (split * experts) * split + own % split
+
+    def part(self, dims: ParallelDims, rank: int, rows: int | None = None, of: range | None = None) -> LocalPart:
+        """Return the rank's part of the whole entry, as it is saved. rows: of a checkpoint, whose rows `of` it is;
+        None: as in this layout; 0: it has no rows."""
+        count, own = self.rows(dims, rank)
+        if rows is None:
+            rows, of = (count, range(own, own + 1)) if self.per_rank else (0, None)
+        tensor, shape, cuts = self.tensor, list(self.tensor.shape), {}
+        if self.per_expert:
+            each = shape[-1]
+            first = rank // expert_split(dims) % dims.expert_model_parallel_size * each
+            shape[-1] = each * dims.expert_model_parallel_size
+            cuts[len(shape) - 1] = ((first, first + each),)
+        if rows:
+            assert of is not None, "which of them"
+            tensor, shape = tensor.expand(len(of), *tensor.shape), [rows, *shape]
+            cuts = {0: ((of.start, of.stop),)} | {dim + 1: its for dim, its in cuts.items()}
+        return LocalPart(tensor, tuple(shape), cuts)
+
+
+def complete_recipe_state(model: GPTModel, recipes: Iterable[Recipe]) -> dict[str, LayerState]:
     """Return the live state of the recipes that a model's steps have run under, of every layer that keeps any, whether
-    it has run yet or not: so what a checkpoint must hold depends on its step alone."""
+    it has run yet or not: so what a checkpoint must hold depends on its step alone. Layers that draw no random bits
+    have no stream: that says no more than the run's seed."""
+    recipes = list(recipes)
     for recipe in recipes:
         prepare_recipe_state(model, recipe)
-    return live_state(model)
-
-
-def live_state(model: GPTModel) -> dict[str, Tensor]:
-    """Return a model's recipe state without the random bits of layers that draw none: those would be a name for each
-    layer of each rank, and say no more than the run's seed."""
-    found = recipe_state(model)
+    state, found = recipe_state(model), {}
     for name, module in quantized_modules(model):
-        key = f"{name}.fp8_rng_state"
-        if key in found and not module.draws_random_bits:
-            del found[key]
+        of_module = (recipe_for_layer(recipe, module)[0] for recipe in recipes)
+        alone = any(isinstance(own, DelayedScaling) and not own.reduce_amax for own in of_module)
+        for key in module.recipe_state():
+            if key == _STREAM and not module.draws_random_bits:
+                continue
+            per_expert = not module.reduce_amax and key.startswith(("fp8_scale", "fp8_history", "fp8_amax", "fp8_grad"))
+            per_rank = alone or not module.reduce_amax or key in (_STREAM, *_PENDING)
+            full = f"{name}.{key}" if name else key
+            found[full] = LayerState(state[full], per_expert, per_rank)
+    return found
+
+
+def whole_entries(
+    state: Mapping[str, LayerState], gathered: Mapping[str, Tensor], dims: ParallelDims
+) -> dict[str, Tensor]:
+    """Return the entries of all ranks, whole, by the names that they have in checkpoints. gathered: `{rank}.{name}` ->
+    the tensor of a rank."""
+    found = {}
+    for name, own in state.items():
+        whole = torch.empty(own.part(dims, 0).shape, dtype=own.tensor.dtype, device="cpu")
+        for rank in range(dims.ranks):
+            part = own._replace(tensor=gathered[f"{rank}.{name}"]).part(dims, rank)
+            for box in part.boxes():
+                area = tuple(slice(begin, begin + size) for begin, size in zip(box.begin, box.shape, strict=True))
+                whole[area] = part.view(box)
+        found[PREFIX + name] = whole
     return found
 
 
 def saved_recipe_state(
-    start: TrainingState, rank: int, now: ParallelDims | None, live: Mapping[str, Tensor]
+    start: TrainingState, rank: int, now: ParallelDims, live: Mapping[str, LayerState]
 ) -> dict[str, Tensor]:
     """Return the recipe state that a rank continues with, by name.
 
-    now: the layout of the ranks; None: that of the checkpoint, repeated or cut off. live: the state of the rank's model
-    now, complete (`complete_recipe_state`). A rank that is one more with its layers than before keeps its own random
-    bits: names of `fp8_rng_state` are absent. Raises TrainingCheckpointError where the checkpoint has other names,
-    shapes or dtypes than that, or values out of range.
+    now: the layout of the ranks. live: the state of the rank's model now (`complete_recipe_state`). A rank that is one
+    more with its layers than before keeps its own random bits: names of `fp8_rng_state` are absent. Amaxes that ranks
+    of another layout have recorded count as the largest of them, as in an update. Raises TrainingCheckpointError where
+    the checkpoint has other names, shapes or dtypes than that, or values out of range.
     """
-    before = ParallelDims.of(start.config.get("parallel") or {}, start.world_size)
-    read = _reader(start)
-    if now is None:
-        known, saved_by = rank < start.world_size, rank % start.world_size
-        found = read(saved_by)
-    else:
-        own, copies = rank % _each_stage(now), _each_stage(before)
-        known, saved_by = own < copies, own % copies
-        staged = max(before.pipeline_model_parallel_size, now.pipeline_model_parallel_size) > 1
-        if _places(now) == _places(before):
-            found = _of_all_stages(read, before, saved_by)
-        else:
-            found, saved_by = _moved(read, before, now, rank, live)
-        found = {name: value for name, value in found.items() if name in live or not staged}
-    found = {n: value for n, value in found.items() if n in live or not n.endswith("fp8_rng_state")}
-    check_same_layout(found, {n: (tuple(t.shape), t.dtype) for n, t in live.items()}, f"recipe on rank {saved_by}")
+    saved = _saved(start)
+    if any(name.partition(".")[0].isdigit() for name in saved):
+        return old_recipe_state(start, rank, now, {name: own.tensor for name, own in live.items()})
+    staged = now.pipeline_model_parallel_size > 1
+    missing = [name for name in live if name not in saved]
+    unknown = [n for n in saved if n not in live and not staged and not n.endswith(_STREAM)]
+    for words, names in (("lacks", missing), ("does not fit the model: it has", unknown)):
+        if names:
+            raise TrainingCheckpointError(f"the state of the recipe {words} {shorten(names, 2)}")
+    parts, unshared = {}, set()
+    for name, own in live.items():
+        shape, (count, row), rows, of = saved[name], own.rows(now, rank), 0, None
+        if len(shape) == own.tensor.dim() + 1 and shape[0]:
+            rows, of = shape[0], range(row % shape[0], row % shape[0] + 1)
+            if name.endswith(_PENDING) and rows != count:
+                of = range(rows)
+            if row >= rows:
+                unshared.add(name)
+        part = own._replace(tensor=torch.empty_like(own.tensor)).part(now, rank, rows, of)
+        parts[name] = LocalPart(part.tensor.contiguous(), part.shape, part.cuts)
+        if shape != part.shape:
+            raise TrainingCheckpointError(
+                f"the state of the recipe holds {quote(name)} with shape {list(shape)}; allowed: {list(part.shape)}"
+            )
+    _fill(start, parts)
+    found = {n: p.tensor.amax(0) if p.tensor.dim() > live[n].tensor.dim() else p.tensor for n, p in parts.items()}
     check_ranges(found)
-    return {name: value for name, value in found.items() if known or not name.endswith("fp8_rng_state")}
+    return {name: value for name, value in found.items() if name not in unshared or not name.endswith(_STREAM)}
 
 
-def _reader(start: TrainingState) -> Callable[[int], dict[str, Tensor]]:
-    """Return a function that returns what a rank of the run before saved."""
-    if start.parts is None:
-        states = by_rank(start.tensors, "recipe.")
-        return lambda rank: states.get(str(rank), {})
-    from .sharded.checkpoint import read_private
+def _saved(start: TrainingState) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of what a checkpoint holds of recipes, by name."""
+    tensors: Mapping[str, object] = start.tensors
+    if start.parts is not None:
+        from .sharded.index import read_parts_index
 
-    return functools.cache(functools.partial(read_private, start.parts, "recipe"))
-
-
-def _places(dims: ParallelDims) -> tuple[object, ...]:
-    """Return what decides which experts, and which part of a layer, a rank of a stage has."""
-    return dims.tensor_model_parallel_size, dims.expert_model_parallel_size, dims.expert_tensor_parallel_size
+        tensors = read_parts_index(start.parts / PARTS).tensors
+    return {n.removeprefix(PREFIX): tuple(t.shape) for n, t in tensors.items() if n.startswith(PREFIX)}  # type: ignore[attr-defined]
 
 
-def _each_stage(dims: ParallelDims) -> int:
-    """Return how many ranks have the same layers: consecutive ones."""
-    return dims.ranks // dims.pipeline_model_parallel_size
+def _fill(start: TrainingState, parts: Mapping[str, LocalPart]) -> None:
+    if start.parts is not None:
+        from .sharded.checkpoint import load_parts
 
-
-def _of_all_stages(read: Callable[[int], dict[str, Tensor]], before: ParallelDims, number: int) -> dict[str, Tensor]:
-    """Return the state of all layers of those ranks before that had this number among the ranks of their layers: a
-    layer's state goes where the layer goes, whatever the schedule makes of stages."""
-    found: dict[str, Tensor] = {}
-    for stage in range(before.pipeline_model_parallel_size):
-        found |= read(stage * _each_stage(before) + number)
-    return found
-
-
-def _split(dims: ParallelDims) -> int:
-    """Return how many consecutive ranks have parts of the same experts."""
-    assert dims.expert_tensor_parallel_size is not None, "filled in"
-    return dims.expert_tensor_parallel_size
-
-
-def _moved(
-    read: Callable[[int], dict[str, Tensor]],
-    before: ParallelDims,
-    now: ParallelDims,
-    rank: int,
-    live: Mapping[str, Tensor],
-) -> tuple[dict[str, Tensor], int]:
-    """Return the state that a rank of another layout continues with, and the rank that most of it is from."""
-    ep_before, ep_now = before.expert_model_parallel_size, now.expert_model_parallel_size
-    own = rank // _split(now) % ep_now
-
-    @functools.cache
-    def of_experts(part: int) -> dict[str, Tensor]:
-        return _of_all_stages(read, before, part * _split(before))
-
-    found = dict(of_experts(own % ep_before))
-    for name, value in found.items():
-        wanted = live.get(name)
-        if wanted is None or ep_now == ep_before or value.shape == wanted.shape or value.dim() == 0:
-            continue
-        parts = [of_experts(part).get(name, value[..., :0]) for part in range(ep_before)]
-        whole, experts = torch.cat(parts, dim=-1), wanted.shape[-1]
-        if whole.shape == (*wanted.shape[:-1], experts * ep_now):
-            found[name] = whole.narrow(-1, own * experts, experts).clone()
-    return found, own % ep_before * _split(before)
+        load_parts(start.parts, {PREFIX + name: part for name, part in parts.items()})
+        return
+    for name, part in parts.items():
+        stored = start.tensors[PREFIX + name]
+        if stored.dtype != part.tensor.dtype:
+            raise TrainingCheckpointError(
+                f"the state of the recipe holds {quote(name)} as {stored.dtype}; allowed: {part.tensor.dtype}"
+            )
+        part.tensor.copy_(part.of_whole(stored))

@@ -32,6 +32,7 @@ from .checkpoint import TrainingState, export_model, export_tensors, save_checkp
 from .checks import MODEL
 from .files import checkpoint_dir
 from .fp8_moments import load_pieces, load_whole, moment_fields
+from .recipes import PREFIX, LayerState, whole_entries
 
 
 @dataclass(frozen=True)
@@ -103,13 +104,13 @@ class Saving:
     def save(
         self,
         values: Mapping[str, Any],
-        recipe: Mapping[str, torch.Tensor],
+        recipe: Mapping[str, LayerState],
         *,
         keep_last: int,
         replicas: Mapping[str, LocalPart] | None = None,
     ) -> None:
         """Write a checkpoint, or begin to; called by all ranks. values: step, position, data_digest and config of the
-        run. recipe: this rank's live state of the recipe. replicas: what `OuterOptimizer.state` returns, of local
+        run. recipe: this rank's live state of the recipes. replicas: what `OuterOptimizer.state` returns, of local
         steps. Raises CheckpointError, and leaves nothing of it, where that fails; where `writer` writes, the next call,
         `check` or `finish` does."""
         if self.writer is not None:
@@ -158,7 +159,7 @@ class Saving:
     def _work(
         self,
         values: Mapping[str, Any],
-        recipe: Mapping[str, torch.Tensor],
+        recipe: Mapping[str, LayerState],
         keep_last: int,
         replicas: Mapping[str, LocalPart],
     ) -> Callable[[], object]:
@@ -171,18 +172,20 @@ class Saving:
             own = self._own()
             parts = self._parts(own) | moment_fields(self.optimizer, own) | dict(replicas)
             parts |= private_states(random_state(), "rng", ranks.rank)
-            parts = own_copies(parts | private_states(recipe, "recipe", ranks.rank))
+            parts |= {PREFIX + name: own.part(self.layout.dims, ranks.rank) for name, own in recipe.items()}
+            parts = own_copies(parts)
             counts = {"world_size": ranks.world_size, "data_ranks": self.layout.data.world_size}
             whole, group = {**values, **counts}, self.group
             return lambda: save_parts(output_dir, self.model, parts, whole, ranks, keep_last=keep_last, group=group)
         tensors = self.optimizer.whole_state_tensors() if self._takes_part else {}
         tensors |= {f"rng.{name}": t for name, t in gather_tensors(random_state(), ranks).items()}
-        tensors |= {f"recipe.{name}": t for name, t in gather_tensors(dict(recipe), ranks).items()}
+        of_ranks = gather_tensors({name: own.tensor for name, own in recipe.items()}, ranks)
         origin = self._origin
         if not ranks.is_main:
             if not self._takes_part:
                 return lambda: None
             return lambda: export_model(self.model, output_dir, output_dir, origin)  # the main rank writes its experts
+        tensors |= whole_entries(recipe, of_ranks, self.layout.dims)
         weights = None if self.writer is None else dict(self.model.stored_tensors())
         if self.adapters is not None:
             tensors |= self.adapters.state_tensors()

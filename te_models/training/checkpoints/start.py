@@ -8,7 +8,7 @@ import hashlib
 import json
 import shlex
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,7 +39,7 @@ from ..seeding import restore_random_state
 from .checkpoint import TrainingState, load_state
 from .checks import VALUES, TrainingCheckpointError, check_random_state
 from .files import latest_checkpoint, list_checkpoints
-from .recipes import live_state, saved_recipe_state
+from .recipes import LayerState, saved_recipe_state
 
 if TYPE_CHECKING:
     from ...model import GPTModel
@@ -103,12 +103,28 @@ def find_start(config: TrainConfig, output_dir: Path) -> Path | None:
                 f"resume_from is {config.resume_from!r}, which is not a folder; allowed: a checkpoint, such as those "
                 f"in {output_dir / 'checkpoints'} ({there})"
             )
+        _check_is_checkpoint(Path(config.resume_from))
         return Path(config.resume_from)
     if config.resume:
         return latest_checkpoint(output_dir)
     if (output_dir / METRICS).exists() or (output_dir / "checkpoints").exists():
         raise ConfigError(f"{output_dir} holds another run and resume is off; choose another output_dir")
     return None
+
+
+def _check_is_checkpoint(folder: Path) -> None:
+    """Raise ConfigError for the folder of a run, or of a model: neither is a damaged checkpoint."""
+    run = folder.parent if folder.name == "checkpoints" else folder
+    if (newest := latest_checkpoint(run)) is not None:
+        raise ConfigError(
+            f"resume_from is {str(folder)!r}, the folder of a run; allowed: one of its checkpoints, of which {newest} "
+            "is the newest"
+        )
+    if (folder / "config.json").is_file() and not (folder / VALUES).exists():
+        raise ConfigError(
+            f"resume_from is {str(folder)!r}, the folder of a model, without the optimizer's state; allowed: a "
+            "checkpoint, or model.path for a run that begins with this model"
+        )
 
 
 _FREE = {
@@ -195,16 +211,17 @@ def set_newer_aside(checkpoint: Path, step: int, output_dir: Path) -> list[Path]
     return renamed
 
 
-def restore_generators(start: TrainingState, ranks: Ranks, model: GPTModel, dims: ParallelDims | None = None) -> None:
+def restore_generators(
+    start: TrainingState, ranks: Ranks, model: GPTModel, dims: ParallelDims, live: Mapping[str, LayerState]
+) -> None:
     """Restore this rank's random states and its recipes' live state. A rank that the checkpoint does not know keeps its
     own random states.
 
-    model: with the recipe state that it will have (`complete_recipe_state`). dims: the layout of the ranks; None: that
-    of the checkpoint, repeated or cut off. Raises TrainingCheckpointError where that
-    of the checkpoint is another.
+    dims: the layout of the ranks. live: the recipe state that the model will have (`complete_recipe_state`). Raises
+    TrainingCheckpointError where that of the checkpoint is another.
     """
     known = ranks.rank < start.world_size
-    state = saved_recipe_state(start, ranks.rank, dims, live_state(model))
+    state = saved_recipe_state(start, ranks.rank, dims, live)
     if start.parts is not None:
         from .sharded.checkpoint import read_private
 

@@ -16,7 +16,7 @@ from typing import Any, Literal
 from ...config import ConfigError, ConfigPart
 from ...config.keys import alternatives, listed_part, may_be_unset, nested_part, tables_of
 from ...config.part import coerce
-from ...suggestions import did_you_mean
+from ...suggestions import OF_OTHER_TRAINERS, did_you_mean
 from .overrides import Override, parse_overrides
 from .run import TrainConfig
 
@@ -138,7 +138,11 @@ def _leaf(value: Any, hint: Any, where: str) -> Any:
 
 
 def _similar(name: str, fields: Iterable[str]) -> str:
-    """Suggest the key, or table, of the same name elsewhere, or a similar one of the same table."""
+    """Suggest the key that other trainers call so, the key or table of the same name elsewhere, or a similar one of the
+    same table."""
+    if name in OF_OTHER_TRAINERS:
+        table, _, key = OF_OTHER_TRAINERS[name].rpartition(".")
+        return f"; did you mean [{table}] {key}?" if table else f"; did you mean {key} before the first table?"
     tables = list(tables_of(TrainConfig))
     elsewhere = [f"[{table.name}]" for table in tables if table.name.rpartition(".")[2] == name]
     for key in (key for table in tables for key in table.keys if key.name == name):

@@ -91,6 +91,8 @@ class _SetKey(argparse.Action):
     ) -> None:
         words = [values] if isinstance(values, str) else list(values or ())
         option = option_string or self.option_strings[0]
+        if _is_list(self.key.hint) and len(words) == 1 and words[0][:2] in ("[]", '["', "['"):
+            raise ConfigError(f"{option} is {words[0]!r}; allowed: no value, or several, as in {option} A B")
         if self.nargs == 0:
             value: Any = not self.off
         else:

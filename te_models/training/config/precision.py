@@ -112,8 +112,10 @@ class PrecisionConfig(RecipeKeys):
         for name in ("quantized_weights", "cache_weights"):
             check(self.has_recipe or not getattr(self, name), f"precision.{name}", True, "false without a recipe")
         where = "false with precision.schedule, whose recipes store weights in formats of their own"
-        what = f"'none' with precision.qat = {self.qat!r}, which trains in high precision"
-        check(self.qat == "none" or not self.has_recipe, "precision.recipe", self.recipe, what)
+        high = f"with precision.qat = {self.qat!r}, which trains in high precision"
+        check(self.qat == "none" or self.recipe == "none", "precision.recipe", self.recipe, f"'none' {high}")
+        phases = [phase.recipe for phase in self.schedule]
+        check(self.qat == "none" or not self.has_recipe, "precision.schedule", phases, f"recipes 'none' {high}")
         inputs = "false, except with a format of precision.qat that GEMMs have for both operands: " + ", ".join(_BOTH)
         check(not self.qat_activations or self.qat in _BOTH, "precision.qat_activations", True, inputs)
         check(not (self.schedule and self.quantized_weights), "precision.quantized_weights", True, where)

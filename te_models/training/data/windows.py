@@ -65,6 +65,16 @@ class Batch(NamedTuple):
     position_ids: Tensor | None = None
     documents: Tensor | None = None
 
+    @property
+    def scored_labels(self) -> Tensor:
+        """The labels, or the input ids."""
+        return self.input_ids if self.labels is None else self.labels
+
+    @property
+    def places(self) -> dict[str, Tensor | None]:
+        """Where tokens are, as a model takes it."""
+        return {"position_ids": self.position_ids, "document_ids": self.documents}
+
     def to(self, device: torch.device | str) -> Batch:
         """Return the batch on a device."""
         return Batch(*(None if t is None else t.to(device) for t in self))  # type: ignore[arg-type]

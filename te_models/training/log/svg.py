@@ -36,9 +36,7 @@ class Mark(NamedTuple):
     color: str
 
 
-def chart(
-    title: str, lines: Sequence[ChartLine], *, unit: str = "", axis: str = "step", marks: Sequence[Mark] = ()
-) -> str:
+def chart(title: str, lines: Sequence[ChartLine], *, axis: str = "step", marks: Sequence[Mark] = ()) -> str:
     """Return a chart as an SVG element with titled axes, grid, and values as tooltips; "" for no points. axis: what the
     horizontal axis counts."""
     points = [point for line in lines for point in line.points]
@@ -51,7 +49,7 @@ def chart(
         across = LEFT + (x - x_low) / (x_high - x_low) * (WIDTH - LEFT - RIGHT)
         return round(across, 1), round(TOP + (y_high - y) / (y_high - y_low) * (HEIGHT - TOP - BOTTOM), 1)
 
-    label = escape(f"{title} ({unit})" if unit else title)
+    label = escape(title)
     middle = TOP + (HEIGHT - TOP - BOTTOM) / 2
     parts = [f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{label}"><title>{label}</title>']
     for y in ticks(y_low, y_high):

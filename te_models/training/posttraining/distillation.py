@@ -26,7 +26,7 @@ from ...model import GPTModel
 from ..build import DTYPES
 from ..config import TrainConfig
 from ..data.windows import Batch
-from ..objective import TERMS, Objective
+from ..objective import TERMS, Objective, terms_of
 from .frozen import frozen_runner
 
 _TOKENIZER = "tokenizer.json"
@@ -38,6 +38,11 @@ def check_teacher(config: TrainConfig, model: ModelConfig) -> None:
     Token ids are compared where both folders, or `data.tokenizer`, have a tokenizer.json."""
     folder = Path(str(config.posttraining.teacher))
     where = f"posttraining.teacher is {folder}"
+    if not folder.is_dir():
+        raise ConfigError(
+            f"{where}, which is not a folder; allowed: a te_models or Hugging Face folder, such as `te-models import` "
+            "makes of a hub id"
+        )
     with open_checkpoint(folder, verify=False) as opened:
         teacher = opened.config
     if teacher.vocab_size != model.vocab_size:
@@ -95,11 +100,9 @@ class Distillation(Objective):
             teacher, self._last_hidden, trained=False, compiled=compiled, mode=mode, with_recipe=False
         )
 
-    def _last_hidden(
-        self, input_ids: Tensor, labels: Tensor | None, position_ids: Tensor | None, documents: Tensor | None
-    ) -> Tensor:
-        places = {"position_ids": position_ids, "document_ids": documents}
-        states = self._teacher(input_ids, return_logits=False, return_hidden_states=True, **places).hidden_states
+    def _last_hidden(self, *fields: Tensor) -> Tensor:
+        batch, returned = Batch(*fields), {"return_logits": False, "return_hidden_states": True}
+        states = self._teacher(batch.input_ids, **returned, **batch.places).hidden_states
         assert states is not None
         return states[-1]
 
@@ -107,25 +110,12 @@ class Distillation(Objective):
         """See `Objective`: what the output layer of the teacher reads, [B, S, H]."""
         return {"teacher": self._hidden(batch)}
 
-    def loss(
-        self,
-        model: GPTModel,
-        input_ids: Tensor,
-        labels: Tensor | None,
-        position_ids: Tensor | None,
-        documents: Tensor | None,
-        weight: Tensor | None,
-        **inputs: Tensor,
-    ) -> tuple[Tensor, Tensor]:
+    def loss(self, model: GPTModel, batch: Batch, weight: Tensor | None, **inputs: Tensor) -> tuple[Tensor, Tensor]:
         """See `Objective`."""
-        labels = input_ids if labels is None else labels
-        places = {"position_ids": position_ids, "document_ids": documents}
-        output = model(input_ids, labels=labels, return_logits=False, return_hidden_states=True, **places)
+        labels, returned = batch.scored_labels, {"return_logits": False, "return_hidden_states": True}
+        output = model(batch.input_ids, labels=labels, **returned, **batch.places)
         assert output.hidden_states is not None
-        none = torch.zeros_like(output.loss)
-        aux_loss = none if output.aux_loss is None else output.aux_loss
-        mtp_loss = none if output.mtp_loss is None else output.mtp_loss * model.config.mtp_loss_scaling_factor
-        z_loss = none if output.logits_z_loss is None else output.logits_z_loss
+        aux_loss, mtp_loss, z_loss = terms_of(model, output)
         cross_entropy = output.loss - aux_loss - mtp_loss - z_loss
         counts = (shift_labels(labels) != IGNORE_INDEX).flatten()
         each = self._divergence(model, output.hidden_states[-1], inputs["teacher"])

@@ -75,18 +75,10 @@ class DPO(Objective):
         """See `Objective`."""
         return {"reference": self._reference(batch)}
 
-    def loss(
-        self,
-        model: GPTModel,
-        input_ids: Tensor,
-        labels: Tensor | None,
-        position_ids: Tensor | None,
-        documents: Tensor | None,
-        weight: Tensor | None,
-        **inputs: Tensor,
-    ) -> tuple[Tensor, Tensor]:
+    def loss(self, model: GPTModel, batch: Batch, weight: Tensor | None, **inputs: Tensor) -> tuple[Tensor, Tensor]:
         """See `Objective`."""
-        found, aux_loss = row_log_probs(model, input_ids, labels, mean=self._config.loss_type == "ipo")
+        mean = self._config.loss_type == "ipo"
+        found, aux_loss = row_log_probs(model, batch.input_ids, batch.labels, mean=mean)
         losses, chosen, rejected = dpo_losses(found, inputs["reference"], self._config)
         loss, none = losses.mean(), torch.zeros_like(losses[0])
         aux_loss = none if aux_loss is None else aux_loss

@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import os
 import secrets
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -95,9 +96,44 @@ def ranks_from_environment(device: str, timeout: timedelta = TIMEOUT) -> Ranks:
         return Ranks()
     if not joined:
         # numbers on the host, such as losses and random states, are exchanged, too
-        dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", timeout=timeout)
+        backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            from torch.distributed.rendezvous import rendezvous
+
+            store, rank, world_size = next(rendezvous("env://", timeout=timeout))
+            store = _store_of_this_start(store, rank, world_size, timeout)
+            dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+        else:
+            dist.init_process_group(backend, timeout=timeout)
     local = os.environ.get("LOCAL_RANK")
     return Ranks(dist.get_rank(), dist.get_world_size(), None if local is None else int(local), not joined)
+
+
+def _store_of_this_start(store: Any, rank: int, world_size: int, timeout: timedelta) -> dist.PrefixStore:
+    """Return a part of the store of torchrun's agents in which no rank of an earlier start has written.
+
+    Agents keep one store over all restarts, and a rank that read an address there which a rank of the start before had
+    written was refused the connection. No variable says which start it is: agents count restarts each for itself. So
+    each rank asks under a number that no other has, and rank 0 answers with its number until every rank has said that
+    it knows it; an answer to a rank that is gone does no harm."""
+    own, until = secrets.token_hex(8), time.monotonic() + timeout.total_seconds()
+    if rank != 0:
+        store.set(f"start/{rank}", own)
+        start = store.get(f"start/{rank}/{own}").decode()
+        store.set(f"start/{start}/{rank}", "known")
+        return dist.PrefixStore(start, store)
+    answered = dict.fromkeys(range(1, world_size), b"")
+    while answered:
+        for other, number in list(answered.items()):
+            if store.check([f"start/{own}/{other}"]):
+                del answered[other]
+            elif store.check([f"start/{other}"]) and (asked := store.get(f"start/{other}")) != number:
+                store.set(f"start/{other}/{asked.decode()}", own)
+                answered[other] = asked
+        if answered and time.monotonic() > until:
+            raise dist.DistStoreError(f"rank {min(answered)} has not joined within {timeout.total_seconds():g} s")
+        time.sleep(0.01 if answered else 0.0)
+    return dist.PrefixStore(own, store)
 
 
 def average_gradients(

@@ -20,6 +20,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -29,9 +30,12 @@ import torch.distributed as dist
 from ...terminal import one_line
 from ..step import TrainingError
 
-RUNNING, WAITING, FAILED, DONE = "running", "waiting", "failed", "done"
-"""What a heartbeat says: WAITING means that a collective failed there, and not what failed."""
+RUNNING, ASKED, WAITING, FAILED, DONE = "running", "asked", "waiting", "failed", "done"
+"""What a heartbeat says: ASKED means that a signal asks the rank to end, WAITING that a collective failed there, and
+not what failed."""
+_ALIVE = (RUNNING, ASKED)
 
+_ASKED_PATIENCE = 10
 GRACE = 10.0
 """Seconds in which a process leaves by itself after a rank was lost."""
 
@@ -46,6 +50,9 @@ class RankMonitor:
     Args:
         store: A store that nothing else uses meanwhile; every rank gives the same one.
         timeout: Seconds without a heartbeat after which a rank is lost.
+
+    stop_asked: returns whether a signal asks this process to end. torchrun sends one where a rank of another node was
+    killed, and kills this process 30 seconds later: silence of `_ASKED_PATIENCE` heartbeats then counts as lost.
     """
 
     def __init__(
@@ -63,6 +70,7 @@ class RankMonitor:
         self._seen: dict[int, tuple[Any, float]] = {}  # by rank: the last heartbeat, and when it changed
         self._suspected = time.monotonic()  # since when a rank waits in vain
         self._closing = False
+        self.stop_asked: Callable[[], object] = lambda: False
         self._wake, self._news = threading.Event(), threading.Condition()
         store.set_timeout(timedelta(seconds=timeout))
         self._gone: set[int] = set()  # ranks of this machine whose processes are gone
@@ -120,6 +128,8 @@ class RankMonitor:
         while True:
             beats += 1
             closing, barrier = self._closing, self._barrier
+            if self._status == RUNNING and self.stop_asked():
+                self._status = ASKED
             try:
                 self._look_around()
                 own = [beats, barrier, self._status, self._text, sorted(self._gone)]
@@ -129,7 +139,7 @@ class RankMonitor:
                 if closing:
                     return
                 self._conclude(f"{_store_keeper()} stopped answering")
-            if closing and (self.rank != 0 or all(beat[2] != RUNNING for beat, _ in self._seen.values())):
+            if closing and (self.rank != 0 or all(beat[2] not in _ALIVE for beat, _ in self._seen.values())):
                 return
             # who waits in a barrier looks often at first
             pause = min(self.interval, pause * 1.3) if self._open < self._barrier or closing else self.interval
@@ -154,6 +164,8 @@ class RankMonitor:
     @property
     def _patience(self) -> float:
         """Seconds of silence after which rank 0 is lost to this one: few where a collective has failed already."""
+        if self._status == ASKED:
+            return min(self.timeout, _ASKED_PATIENCE * self.interval)
         return 4 * self.interval if self._status == WAITING else self.timeout
 
     def _look_around(self) -> None:
@@ -188,7 +200,7 @@ class RankMonitor:
         if 0 not in self._seen or self._seen[0][0] != said:
             self._seen[0] = said, now
         twice, self._reported = 0 in self._reported & self._gone, set(self._gone)
-        silent = said[3] == RUNNING and (twice or now - self._seen[0][1] > self._patience)
+        silent = said[3] in _ALIVE and (twice or now - self._seen[0][1] > self._patience)
         self._conclude(said[2] or (self._silence(0) if silent else None), said[1])
 
     def _judge(self, now: float) -> str | None:
@@ -205,8 +217,9 @@ class RankMonitor:
         if not suspected:
             self._suspected = now
         # A collective fails at once where a rank was killed, and the missing heartbeat tells which.
-        limit = 4 * self.interval if suspected else self.timeout
-        running = {rank: when for rank, (beat, when) in self._seen.items() if beat[2] == RUNNING}
+        asked = min(self.timeout, _ASKED_PATIENCE * self.interval) if ASKED in status.values() else self.timeout
+        limit = 4 * self.interval if suspected else asked
+        running = {rank: when for rank, (beat, when) in self._seen.items() if beat[2] in _ALIVE}
         for rank, when in running.items():
             if now - when > limit:
                 return self._silence(rank)

@@ -138,7 +138,7 @@ def assert_close(got: torch.Tensor, expected: torch.Tensor, of: GPTModel | None 
     assert largest_error(got, expected) <= bound
 
 
-@pytest.mark.parametrize("case", ["llama4", "deepseek_v3", "gpt_oss", "cohere2", "gemma3", "phi"])
+@pytest.mark.parametrize("case", ["llama4", "deepseek_v3", "gpt_oss", "cohere2", "gemma3", "phi", "opt"])
 @torch.no_grad()
 def test_padding(tmp_path: Path, case: str) -> None:
     """Left and right padding, which moves the chunks of chunked attention."""

@@ -12,12 +12,26 @@ from te_models import GPTModel, generate
 from te_models.checkpoints import FAMILIES, CheckpointError, export_hf, import_hf, inspect, quantize, relayout
 from te_models.checkpoints.families import family_of
 from te_models.checkpoints.families.missing import MISSING
-from tests.checkpoints.families.test_families import save, tokens
+from tests.checkpoints.families.test_families import assert_close, save, tokens
 from tests.checkpoints.family_cases import SIZES, make
 from tests.checkpoints.hf_cases import assert_same_bits, stored, there_and_back, transformers
 from tests.checkpoints.mixer_cases import MIXERS
+from tests.checkpoints.recurrent_cases import RECURRENT
 
 FIRST = {family: case for case, (family, _) in reversed(MIXERS.items())}
+
+
+@pytest.mark.sentinels("jamba-flags", "lfm2-flags")
+@pytest.mark.parametrize("case", [*RECURRENT, "lfm3-flags", "deepseek_v4"])
+@torch.no_grad()
+def test_padding_on_the_left_changes_nothing(case: str) -> None:
+    """transformers' convolutions read biases in place of padding, and its compressed keys padding itself."""
+    theirs = make(case)
+    ours, ids, mask = GPTModel.from_hf(theirs).eval(), tokens(12), torch.ones(2, 12, dtype=torch.int64)
+    mask[0, :5] = 0
+    got, expected = ours(ids, attention_mask=mask).logits, theirs(ids[:1, 5:]).logits
+    assert_close(got[:1, 5:], expected)
+    assert_close(got[1:], theirs(ids[1:]).logits)
 
 
 @pytest.mark.slow

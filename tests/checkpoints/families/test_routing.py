@@ -14,19 +14,22 @@ from te_models.checkpoints import FAMILIES
 from te_models.config import RouterConfig
 from te_models.kernels.router import router_topk, weights_of
 from te_models.model.moe.router import Router
-from tests.checkpoints.family_cases import CASES, DENSE, make
+from tests.checkpoints.family_cases import CASES, DENSE, WITHOUT_EXPERTS, make
 from tests.checkpoints.hf_cases import transformers
 
 COUNTS = {"num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"}
 MIXTURES = {name for name, family in FAMILIES.items() if COUNTS & family.known}
-WITHOUT = ("llama4-dense", "gemma4-wide", "gemma4-full")
-"""Models of these families without experts."""
-MOE_CASES = [case for case, (name, _) in CASES.items() if name in MIXTURES and case not in (*DENSE, *WITHOUT)]
+MOE_CASES = [case for case, (name, _) in CASES.items() if name in MIXTURES and case not in (*DENSE, *WITHOUT_EXPERTS)]
 ALONE = {"kimi_k2", "glm5_next"}
 """transformers has no such class, published files hold a deepseek_v3 model; and none for the text model alone, whose
 logits test_text_part compares."""
-TOKENS = torch.randint(3, 61, (200, 50), generator=torch.Generator().manual_seed(0))
+FACTOR_BEHIND = {"laguna"}
+"""Families whose scaling factor transformers gives the sum of the experts, not their weights."""
+TOKENS = torch.randint(3, 61, (200, 50), generator=torch.Generator().manual_seed(1))
+"""With the seed 0 two keys of glm_moe_dsa share the last place that its indexer chooses: transformers takes any."""
 WEIGHT_BOUND = 1e-5
+WIDER = {"qwen3_next": 5e-5, "qwen3_5_moe_text": 5e-5}
+"""Bounds of families whose delta rule amplifies rounding: transformers' float32 weights are 4e-5 from its float64's."""
 
 Choices = list[torch.Tensor]
 """For each layer with experts the weight of every expert, [T, E]; NaN where a token does not use it."""
@@ -113,6 +116,8 @@ def test_routing_is_identical(tmp_path: Path, case: str, monkeypatch: pytest.Mon
     ours = GPTModel.from_pretrained(tmp_path).eval()
     moe = ours.config.moe
     expected = their_choices(theirs, moe.num_moe_experts)
+    if theirs.config.model_type in FACTOR_BEHIND:
+        expected = [weights * moe.router.scaling_factor for weights in expected]
     got, again = our_choices(monkeypatch, ours)
     assert len(got) == len(moe.layers or ()) > 0
     for layer in got:
@@ -122,14 +127,15 @@ def test_routing_is_identical(tmp_path: Path, case: str, monkeypatch: pytest.Mon
     assert same_experts(got, expected)
     factors = [module.expert_scale for module in ours.modules() if isinstance(module, Router)]
     got = [w if factor is None else w * factor for w, factor in zip(got, factors, strict=True)]
-    assert largest_error(got, expected) <= WEIGHT_BOUND
+    bound = WIDER.get(theirs.config.model_type, WEIGHT_BOUND)
+    assert largest_error(got, expected) <= bound
     first = next(place for place, layer in enumerate(moe.layers) if layer not in moe.hash_layers)
     expected = expected[first : first + 1]
     for what, changed in options_that_choose(moe.router).items():
         assert not same_experts(again(**changed), expected), what
     if not moe.router.score_after_topk:
         changed = again(normalize=not moe.router.normalize)
-        assert same_experts(changed, expected) and largest_error(changed, expected) > WEIGHT_BOUND
+        assert same_experts(changed, expected) and largest_error(changed, expected) > bound
 
 
 def test_every_family_with_experts_has_a_case() -> None:

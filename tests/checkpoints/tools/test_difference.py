@@ -10,11 +10,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from te_models.checkpoints import VerifyReport, diff, import_hf, quantize, relayout, verify
+from te_models import GPTModel
+from te_models.checkpoints import VerifyReport, diff, export_hf, import_hf, quantize, relayout, verify
 from te_models.checkpoints.mapping.parameters import StoredParameters
 from te_models.checkpoints.quantized import row_blocks as bands
 from te_models.checkpoints.tools import diff as difference
 from te_models.cli.main import main
+from tests.build import tiny_moe
 from tests.checkpoints.hf_cases import HFFolder
 from tests.checkpoints.quantized_cases import CASES, make
 
@@ -83,6 +85,16 @@ def test_configuration_and_tensors_of_one_side(hf_folder: HFFolder, tmp_path: Pa
     assert diff(tied, tmp_path / "ours").notes == [f"carried.{buffer}[1]: 1.0 and 2.0"]
     change(tmp_path / "ours", f"carried.{buffer}", None)
     assert diff(tied, tmp_path / "ours").notes == [f"carried.{buffer}: only in {tied}"]
+
+
+def test_what_config_json_has_no_word_for_is_no_difference(tmp_path: Path) -> None:
+    config = tiny_moe(moe_ffn_hidden_size=48, aux_loss_coeff=0.01, z_loss_coeff=0.001)
+    GPTModel(config).save_pretrained(tmp_path / "ours")
+    export_hf(tmp_path / "ours", tmp_path / "hf")
+    assert verify(tmp_path / "ours", tmp_path / "hf").equal and diff(tmp_path / "hf", tmp_path / "ours").equal
+    file = tmp_path / "hf/config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"router_aux_loss_coef": 0.02}))
+    assert verify(tmp_path / "ours", tmp_path / "hf").differences == ["config: moe.aux_loss_coeff: 0.01 and 0.02"]
 
 
 def test_the_verb(llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -82,6 +82,16 @@ def test_hidden_keys_take_no_part(instructions: None, dtype: torch.dtype) -> Non
     assert torch.equal(one[2], found[2])
 
 
+def test_slots_behind_the_last_visible_key_are_not_read(instructions: None) -> None:
+    query, key, value = inputs((1, 8, 4, 900, 64, 32), F32)
+    visible = (torch.arange(900) < 290).view(1, 1, 1, -1)
+    expected = attend_one(query, key, value, visible, 0.125)
+    for slots in (key, value):
+        slots[:, :, 290:] = math.nan
+    assert torch.equal(attend_one(query, key, value, visible, 0.125), expected)
+    assert torch.equal(attend_one(query, key[:, :, :290], value[:, :, :290], None, 0.125), expected)
+
+
 @pytest.mark.parametrize("value", (math.nan, math.inf))
 def test_what_is_no_number_shows(instructions: None, value: float) -> None:
     for which in (0, 1, 2):
@@ -153,11 +163,20 @@ def test_attention_calls_it(monkeypatch: pytest.MonkeyPatch, mask: bool) -> None
     core.attend(query, key, value, visible, torch.zeros(8, 1, 300), None, **options)
     core.attend(query, key, value, visible, None, torch.zeros(8), **options)
     assert len(calls) == 1
-    compiled = torch.compile(core.attend, backend="eager", fullgraph=True)
-    assert_close(
-        compiled(query, key, value, visible, None, None, **options), definition(query, key, value, visible, 0.125)
-    )
-    assert len(calls) == 1
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+def test_graphs_hold_it() -> None:
+    query, key, value = inputs((2, 8, 4, 300, 64, 64), F32)
+    visible = torch.arange(300).expand(2, 1, 1, 300) < 200
+    options: dict[str, Any] = {"causal": False, "scale": 0.125, "softcap": None, "dropout": 0.0}
+    graphs: list[Any] = []
+    call = torch.compile(core.attend, backend=lambda graph, _: graphs.append(graph) or graph, fullgraph=True)
+    for wanted, tensors in enumerate(((query, key, value.clone().requires_grad_()), (query, key, value))):
+        found = call(*tensors, visible, None, None, **options)
+        assert_close(found.detach(), definition(query, key, value, visible, 0.125))
+        held = [n for n in graphs[-1].graph.nodes if n.target is torch.ops.te_models.decode_attention.default]
+        assert len(held) == wanted
 
 
 def test_the_text_of_a_model_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -226,6 +226,39 @@ def test_a_fork_while_a_thread_compiles(tmp_path: Path, alone: list[str]) -> Non
     assert subprocess.run(command, **options, timeout=120, check=True).stdout == "0 5 9\n"
 
 
+FORKED_AT_THE_START = (
+    ADD
+    + """
+import subprocess
+begin = subprocess._fork_exec
+def slowly(*arguments):
+    pid = begin(*arguments)
+    Path("begun").touch()
+    time.sleep(0.3)
+    return pid
+subprocess._fork_exec = slowly
+thread = threading.Thread(target=added, args=(4,))
+thread.start()
+wait_for("begun")
+pid = os.fork()
+if not pid:
+    time.sleep(100)
+    os._exit(0)
+thread.join(60)
+print(thread.is_alive())
+os.kill(pid, 9)
+os.waitpid(pid, 0)
+"""
+)
+
+
+def test_a_fork_while_a_compiler_starts(tmp_path: Path) -> None:
+    """The fork has no pipe on whose end the thread that starts the compiler waits."""
+    command = [sys.executable, "-W", "ignore", "-c", FORKED_AT_THE_START]
+    options = {"stdout": subprocess.PIPE, "text": True, "cwd": tmp_path}
+    assert subprocess.run(command, **options, timeout=170, check=True).stdout == "False\n"
+
+
 def test_a_compiler_that_hangs_is_killed_with_its_children_and_not_asked_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

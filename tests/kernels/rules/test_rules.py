@@ -44,11 +44,11 @@ def _decay(*shape: int) -> Tensor:
     return -3 * torch.rand(*shape, dtype=torch.float64)
 
 
-def _delta(batch: int, tokens: int, *, by_channel: bool) -> Tensors:
+def _delta(batch: int, tokens: int, *, by_channel: bool, keys: int = K, values: int = V) -> Tensors:
     heads = 4
-    q, k = (l2_normed(_randn(batch, tokens, 2, K)) for _ in "qk")
-    g = _decay(batch, tokens, heads, *((K,) if by_channel else ()))
-    v, beta = _randn(batch, tokens, heads, V), torch.rand(batch, tokens, heads, dtype=torch.float64)
+    q, k = (l2_normed(_randn(batch, tokens, 2, keys)) for _ in "qk")
+    g = _decay(batch, tokens, heads, *((keys,) if by_channel else ()))
+    v, beta = _randn(batch, tokens, heads, values), torch.rand(batch, tokens, heads, dtype=torch.float64)
     return {"q": q, "k": k, "v": v, "g": g, "beta": beta}
 
 
@@ -182,7 +182,7 @@ def avx2_alone(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.skipif(not torch.cpu._is_avx2_supported(), reason="the kernel is for x86 CPUs with AVX2")
-@pytest.mark.parametrize("name", ["gated_delta", "linear_attention", "state_space"])
+@pytest.mark.parametrize("name", ["gated_delta", "gated_delta_by_channel", "linear_attention", "state_space"])
 def test_avx2_alone_computes_the_definition(name: str, avx2_alone: list[str]) -> None:
     rule = RULES[name]
     for tokens in (65, 193):
@@ -191,14 +191,23 @@ def test_avx2_alone_computes_the_definition(name: str, avx2_alone: list[str]) ->
     assert {"te_recurrent_forward", "te_recurrent_backward"} == set(avx2_alone)
 
 
+@pytest.mark.parametrize("by_channel", [False, True])
+def test_channels_of_several_vectors(by_channel: bool) -> None:
+    torch.manual_seed(0)
+    rule = RULES["gated_delta"]._replace(define=_defined(delta.gated_delta_rule, 40**-0.5))
+    tensors = cast(_delta(2, 130, by_channel=by_channel, keys=40, values=72), rule.rows, torch.float32)
+    close(*both(rule, tensors, torch.randn(2, 4, 40, 72, requires_grad=True)), torch.float32, 130)
+
+
 @pytest.mark.matrix
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("with_states", [False, True])
 @pytest.mark.parametrize("name", RULES)
-def test_packed_documents_are_rows(name: str, with_states: bool) -> None:
+def test_packed_documents_are_rows(name: str, with_states: bool, dtype: torch.dtype) -> None:
     """An empty document, one of a token, those that begin within a chunk and at its border."""
     rule, ends = RULES[name], [0, 5, 5, 6, 64, 150, 193]
-    tensors = cast(rule.make(1, 193), rule.rows, torch.float64)
-    state = torch.randn(6, *rule.state, dtype=torch.float64, requires_grad=True) if with_states else None
+    tensors = cast(rule.make(1, 193), rule.rows, dtype)
+    state = torch.randn(6, *rule.state, dtype=dtype, requires_grad=True) if with_states else None
     leaves = [*tensors.values(), *([] if state is None else [state])]
     rows = [
         rule.define(part(rule, tensors, b, e), None if state is None else state[i : i + 1])
@@ -209,15 +218,16 @@ def test_packed_documents_are_rows(name: str, with_states: bool) -> None:
     grads = [torch.randn_like(x) for x in wanted]
     wanted += torch.autograd.grad(wanted, leaves, grads, materialize_grads=True)
     found += torch.autograd.grad(found, leaves, grads, materialize_grads=True)
-    close(found, wanted, torch.float64, 193)
+    close(found, wanted, dtype, 193)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("name", RULES)
-def test_numbered_documents_are_rows(name: str) -> None:
+def test_numbered_documents_are_rows(name: str, dtype: torch.dtype) -> None:
     """The first document of a row goes on from its initial state, the others begin with zeros."""
     rule, tokens = RULES[name], 150
-    tensors = cast(rule.make(2, tokens), rule.rows, torch.float64)
-    state = torch.randn(2, *rule.state, dtype=torch.float64, requires_grad=True)
+    tensors = cast(rule.make(2, tokens), rule.rows, dtype)
+    state = torch.randn(2, *rule.state, dtype=dtype, requires_grad=True)
     leaves = [*tensors.values(), state]
     ends = [[0, 64, 65, 130, tokens], [0, 3, 64, 149, tokens]]
     documents = torch.stack([torch.bucketize(torch.arange(tokens), torch.tensor(e[1:]), right=True) for e in ends])
@@ -234,7 +244,7 @@ def test_numbered_documents_are_rows(name: str) -> None:
     grads = [torch.randn_like(x) for x in wanted]
     wanted += torch.autograd.grad(wanted, leaves, grads, materialize_grads=True)
     found += torch.autograd.grad(found, leaves, grads, materialize_grads=True)
-    close(found, wanted, torch.float64, tokens)
+    close(found, wanted, dtype, tokens)
 
 
 @pytest.mark.parametrize("name", RULES)

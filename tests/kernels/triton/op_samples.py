@@ -293,6 +293,9 @@ def flash_attentions(device: torch.device) -> Iterator[tuple[str, Arguments]]:
         yield "flash_attention_fwd", (q, k, v, 0.3, causal)
         out, logsumexp = torch.randn(2, 2, 4, 16).to(dtype), torch.rand(2, 2, 4)
         yield "flash_attention_bwd", (out, q, k, v, out, logsumexp, 0.3, causal)
+        visible = torch.arange(6).view(1, 1, 1, 6) < torch.tensor([4, 6]).view(2, 1, 1, 1)
+        query, key, value = (x.transpose(1, 2) for x in (q[:, :1], k, v))
+        yield "decode_attention", (query, key, value, visible if causal else None, 0.3)
 
 
 def packed_intervals(device: torch.device) -> Iterator[tuple[str, Arguments]]:

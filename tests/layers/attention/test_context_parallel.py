@@ -76,6 +76,20 @@ def test_a_rank_has_its_part_of_attention(name: str, layout: str, way: str) -> N
     part_of_attention(name, layout, way)
 
 
+@on_ranks(2)
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+def test_one_graph_has_the_bits_of_eager_attention(way: str) -> None:
+    torch.manual_seed(0)
+    options: dict[str, Any] = {"qkv_format": "bshd", "num_gqa_groups": GROUPS, "window_size": (9, 0)}
+    attention = te.DotProductAttention(HEADS, CHANNELS, cp_group=dist.group.WORLD, cp_comm_type=way, **options)
+    graph = torch.compile(attention, fullgraph=True, dynamic=False, backend="aot_eager")
+    inputs = [torch.randn(BATCH, LENGTH, n, CHANNELS).requires_grad_() for n in (HEADS, GROUPS, GROUPS)]
+    results = [function(*inputs) for function in (attention, graph)]
+    (y, *eager), (found, *compiled) = ((r, *torch.autograd.grad(r.square().sum(), inputs)) for r in results)
+    assert torch.equal(y, found) and all(map(torch.equal, eager, compiled))
+
+
 @on_ranks(4)
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)

@@ -122,6 +122,12 @@ def test_too_few_layers_for_a_pattern_are_refused_with_enough() -> None:
     assert toy_config("gemma-4-26b-a4b")[0].num_layers == 6
 
 
+def test_rows_of_a_toy_s_experts_are_multiples_of_16_bytes() -> None:
+    """Others are refused by transformers' grouped products."""
+    config, _ = toy_config("qwen3.5-122b-a10b")
+    assert config.hidden_size == 256 and config.moe is not None and config.moe.moe_ffn_hidden_size == 80
+
+
 @pytest.mark.slow
 def test_every_model_has_a_toy() -> None:
     """... of a size at which a test runs it, mimo_v2_flash's wide experts aside."""
@@ -129,6 +135,7 @@ def test_every_model_has_a_toy() -> None:
     for name in names():
         config, _ = toy_config(name)
         count, _ = count_parameters(config)
+        assert config.moe is None or config.moe.moe_ffn_hidden_size % 8 == 0, name
         if count > 500e6:
             large[name] = f"{count:,}"
     assert large == {}

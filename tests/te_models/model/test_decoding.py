@@ -119,6 +119,12 @@ def test_one_graph_decodes_every_token(name: str, monkeypatch: pytest.MonkeyPatc
     assert graphs.frame_count == 1
 
 
+def test_texts_of_all_lengths_share_a_handful_of_graphs() -> None:
+    lengths = [compiled.static_length(tokens) for tokens in range(1, 8193)]
+    assert all(tokens <= slots <= max(64, 1.5 * tokens) for tokens, slots in enumerate(lengths, 1))
+    assert lengths == sorted(lengths) and len({*lengths}) == 15
+
+
 @pytest.mark.slow
 def test_the_compiler_gives_the_same_tokens() -> None:
     model = model_of("mixed_layers")

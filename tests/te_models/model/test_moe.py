@@ -172,6 +172,20 @@ def test_router_losses_enter_the_loss_with_their_weights() -> None:
     assert model(ids, labels=ids).aux_loss.item() == pytest.approx(expected + 0.18 * sum(balance).item(), rel=1e-5)
 
 
+@pytest.mark.parametrize("over", ["aux_loss", "seq_aux_loss", "global_aux_loss", "joint_aux_loss"])
+@pytest.mark.parametrize("hashed", [(0,), (0, 1)])
+def test_layers_whose_experts_a_table_chooses_are_not_balanced(over: str, hashed: tuple[int, ...]) -> None:
+    """Of one sequence in evaluation all losses are the same, but that transformers' shares add up to K = 2."""
+    torch.manual_seed(0)
+    model = GPTModel(tiny_moe(aux_loss_coeff=0.02, moe_router_load_balancing_type=over, hash_layers=hashed)).eval()
+    logits: list[Tensor] = []
+    model.decoder.layers[1].mlp.router.register_forward_hook(lambda module, inputs, output: logits.append(output))
+    found = model(token_ids(1, 9)).load_balancing_loss
+    expected = load_balancing_loss(router_probabilities(logits[0]), router_topk(logits[0], 2)[1])
+    expected = expected * (2 if over == "joint_aux_loss" else 1) * (len(hashed) == 1)
+    torch.testing.assert_close(found, expected)
+
+
 def test_padding_does_not_enter_the_router_losses() -> None:
     model = GPTModel(tiny_moe(aux_loss_coeff=0.02, z_loss_coeff=0.003))
     ids = token_ids(1, 9)

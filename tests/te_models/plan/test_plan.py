@@ -19,8 +19,7 @@ from te_models.config import ConfigError, ModelConfig
 from te_models.kernels.torch_versions import TORCH_2_11
 from te_models.lora import add_lora
 from te_models.model.flops import forward_flops_per_token, training_flops_per_token
-from te_models.parallel.sharding import shards_experts_apart
-from te_models.plan import Hardware, Plan, layouts, plan_layouts, plan_run
+from te_models.plan import Estimated, Hardware, Plan, Refused, layouts, plan_layouts, plan_run
 from te_models.plan.layouts import choices_of, dispatches_of, layouts_of
 from te_models.plan.micro_batch import of_layers
 from te_models.training import LoRAConfig, ModelSource, PrecisionConfig, TrainConfig
@@ -151,13 +150,7 @@ def test_layouts_are_those_that_divide_the_ranks_and_the_experts() -> None:
     def found(model: ModelConfig, ranks: int, **options: int) -> list[tuple[int | str, ...]]:
         return [tuple(sizes.values()) for sizes in layouts_of(model, ranks, **options)]
 
-    moe = [(1, 1, 1, 1, 1, 0, "all_gather"), (1, 1, 1, 4, 1, 0, "all_gather")]
-    moe += [
-        (2, 1, 1, 1, 2, 1, "all_gather"),
-        (2, 1, 1, 4, 2, 1, "all_gather"),
-        (2, 1, 1, 1, 1, 1, "all_gather"),
-        (2, 1, 1, 4, 1, 1, "all_gather"),
-    ]
+    moe = [(tp, 1, 1, ep, etp, tp - 1, "all_gather") for tp, etp in ((1, 1), (2, 2), (2, 1)) for ep in (1, 2, 4)]
     assert found(tiny_model(moe=True), 8, node_ranks=2) == moe  # four experts
     assert found(tiny_model(), 2, node_ranks=8, tokens=33) == [
         (1, 1, 1, 1, 1, 0, "all_gather"),
@@ -191,6 +184,9 @@ def test_the_best_layouts_are_tried_with_other_choices(tmp_path: Path) -> None:
     later = [{"pipeline_schedule": name} for name in ("ZBVZeroBubble", "DualPipeV")]
     assert found(staged, choices_of) == [*virtual, *(zero | its for its in ({}, *virtual, *later))]
     assert found(whole, dispatches_of) == [{"expert_dispatch": "deepep"}] and not found(staged, dispatches_of)
+    model = balanced_model()  # with a shared expert
+    beside = whole.replace(model=ModelSource(config=model))
+    assert found(beside, dispatches_of) == [{"expert_dispatch": "deepep"}, {"moe_shared_expert_overlap": True}]
 
 
 PUBLISHED = {"deepseek-v3": (1024, 64, "block", 1297), "qwen3-235b-a22b": (256, 32, "current", 1575)}
@@ -319,23 +315,30 @@ def normed(config: TrainConfig) -> TrainConfig:
 def test_layouts_are_planned_by_utilization_and_refused_ones_come_last(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Those that are estimated to be slower than enough that fit stand between, with the estimate."""
     monkeypatch.setattr(layouts, "REFINED", 1)
+    monkeypatch.setattr(layouts, "ENOUGH", 2)
     config = normed(tiny_run(tmp_path, moe=True))
     found = plan_layouts(config, 4, Hardware())
     names = ("tensor_model_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size")
     sizes = {tuple(plan.sizes[name] for name in names) for plan in found}
-    assert sizes == {(1, 1, 1), (1, 4, 1), (2, 1, 2), (2, 1, 1), (2, 4, 1), (4, 1, 4), (4, 1, 1), (4, 4, 1)}
+    assert sizes == {(1, n, 1) for n in (1, 2, 4)} | {(tp, n, 1) for tp in (2, 4) for n in (1, 2, 4)} | {
+        *((2, 1, 2), (2, 2, 2), (4, 1, 4))
+    }
     plans = [plan for plan in found if isinstance(plan, Plan)]
-    assert found[: len(plans)] == plans
+    estimated = [its for its in found if isinstance(its, Estimated)]
+    assert found[: len(plans)] == plans and found[len(plans) :][: len(estimated)] == estimated
+    assert estimated and [its.mfu for its in estimated] == sorted((its.mfu for its in estimated), reverse=True)
     of_this_run = {name: getattr(config.parallel, name) for name in plans[0].options}
-    plain = [plan.sizes["pipeline_model_parallel_size"] for plan in plans if plan.options == of_this_run]
-    assert plain.count(1) == (5 if shards_experts_apart() else 2) and plain.count(2) == len(plain) - plain.count(1)
-    assert len(plans) > len(plain), "the best ones are planned with other options, too"
+    plain = [plan for plan in plans if plan.options == of_this_run]
+    assert 2 <= len(plain) < len(plans), "the best ones are planned with other options, too"
     why = (
         "'full'; allowed where 4 ranks share 2 num_query_groups",
         "allowed with expert_model_parallel_size: data_parallel_shard_size = 1",
     )
-    assert all(any(reason in refused.reason for reason in why) for refused in found[len(plans) :])
+    refused = [its for its in found if isinstance(its, Refused)]
+    assert refused == found[len(plans) + len(estimated) :]
+    assert all(any(reason in its.reason for reason in why) for its in refused)
     assert all("cp_comm_type" in plan.options and "cp_comm_type" not in plan.sizes for plan in found)
     assert [plan.mfu for plan in plans] == sorted((plan.mfu for plan in plans), reverse=True)
 

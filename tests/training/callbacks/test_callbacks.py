@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from te_models import GPTModel
+from te_models.child_process import import_path
 from te_models.config import ConfigError
 from te_models.training import (
     Callback,
@@ -25,9 +26,11 @@ from te_models.training import (
     TrainConfig,
     latest_checkpoint,
     model_card,
+    push_to_hub,
     read_metrics,
     train,
 )
+from te_models.training.callbacks import load_installed
 from tests.training.runs import assert_same_bits, tensors_under, tiny_run
 
 LOSS = EvaluationConfig(every=2, batches=1)
@@ -79,7 +82,7 @@ def run_of(tmp_path: Path, name: str = "run", **changes: Any) -> TrainConfig:
 
 def test_what_a_callback_is_told(tmp_path: Path) -> None:
     notes = Notes()
-    evaluations = {"own": lambda model: 1.5, "weights": weight_norm}
+    evaluations = {"own": lambda model: torch.tensor(1.5), "weights": weight_norm}
     rows = read_metrics(train(run_of(tmp_path), callbacks=[notes], evaluations=evaluations).metrics_file)
     events = [(event, step) for event, step, _ in notes.told]
     of_step = [[("on_step", s), *([("on_evaluate", s)] if s % 2 == 0 else []), ("on_log", s)] for s in (1, 2, 3, 4)]
@@ -132,6 +135,12 @@ def test_named_callbacks_are_installed_ones(tmp_path: Path, monkeypatch: pytest.
         with pytest.raises(ConfigError, match=r"callbacks has 'stranger:Stop', and no module 'stranger' is installed"):
             train(run_of(tmp_path, callbacks=("stranger:Stop",)))
     monkeypatch.undo()
+    # an editable package is installed in the folder itself, by an entry behind the environment's packages
+    (tmp_path / "own_callbacks.py").write_text("value = 3\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+    assert import_path()[-1] == str(tmp_path) and load_installed("own_callbacks:value", "callbacks") == 3
+    monkeypatch.undo()
     for name, said in {
         "te_models": "callbacks has 'te_models'; allowed: \"package.module:name\"",
         "te_models.training:gone": "te_models.training has no 'gone'",
@@ -170,6 +179,9 @@ class Api:
     def create_repo(self, repo_id: str, **options: Any) -> None:
         self.calls.append(("create_repo", {"repo_id": repo_id, **options}))
 
+    def create_branch(self, repo_id: str, **options: Any) -> None:
+        self.calls.append(("create_branch", {"repo_id": repo_id, **options}))
+
     def upload_folder(self, **options: Any) -> SimpleNamespace:
         card = (Path(options["folder_path"]) / "README.md").read_text()
         self.calls.append(("upload_folder", {**options, "card": card}))
@@ -180,6 +192,13 @@ def test_the_result_is_uploaded_with_its_facts(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr("huggingface_hub.HfApi", Api)
     Api.calls.clear()
     config = run_of(tmp_path, hub=HubConfig(repo_id="me/model"), steps=2)
+    for token, said in ((None, "without a token; allowed: after `hf auth login`, or with HF_TOKEN"), ("hf_x", "")):
+        monkeypatch.setattr("huggingface_hub.get_token", lambda token=token: token)
+        if said:
+            with pytest.raises(CallbackError, match=f"failed in on_begin at step 0: ConfigError: .*{said}"):
+                train(config)
+    with pytest.raises(ConfigError, match=r"hub\.repo_id is 'my model'; allowed: organisation/name, of letters"):
+        train(config.replace(hub=HubConfig(repo_id="my model")))
     result = train(config, evaluations={"own": lambda model: 0.25})
     assert [name for name, _ in Api.calls] == ["HfApi", "create_repo", "upload_folder"]
     assert Api.calls[1][1] == {"repo_id": "me/model", "private": True, "exist_ok": True}
@@ -200,6 +219,9 @@ def test_the_result_is_uploaded_with_its_facts(tmp_path: Path, monkeypatch: pyte
     ):
         assert fact in card, fact
     assert (result.model_dir / "README.md").read_text() == card
+    push_to_hub(tmp_path / "run", "me/model", revision="v2")
+    branch = ("create_branch", {"repo_id": "me/model", "branch": "v2", "exist_ok": True})
+    assert Api.calls[-2] == branch and Api.calls[-1][1]["revision"] == "v2"
     with pytest.raises(ConfigError, match=r"has no final/config\.json or no starts\.jsonl"):
         model_card(tmp_path)
     assert isinstance(PushToHub("me/model"), Callback)

@@ -240,6 +240,11 @@ def test_resume_from_an_older_or_another_runs_checkpoint(run: Run) -> None:
     assert curve(fork) == curve(run.config)[2:]
     with pytest.raises(ConfigError, match=r"resume_from is 'nowhere', which is not a folder; .*step-00000006"):
         train(config.replace(resume_from="nowhere"))
+    for folder in (older.parent, older.parent.parent):
+        with pytest.raises(ConfigError, match=r"the folder of a run; allowed: one of .*/step-00000006 is the newest"):
+            train(config.replace(resume_from=str(folder)))
+    with pytest.raises(ConfigError, match="the folder of a model, without the optimizer's state; allowed: a "):
+        train(config.replace(resume_from=str(older / "model")))
     with pytest.raises(ConfigError, match="resume_from is 'x'; allowed: null where resume is off"):
         config.replace(resume=False, resume_from="x")
     renamed = shutil.copytree(older, run.folder / "kept")

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from te_models.checkpoints import expected_tensors
-from te_models.checkpoints.mapping.rank_shards import joined_blocks
+from te_models.checkpoints.mapping.blocks import joined_blocks
 from te_models.config import ConfigError
 from te_models.training import ModelSource, OptimizerConfig, ScheduleConfig, train
 from te_models.training.optimizer.adamw import Optimizer

@@ -71,7 +71,7 @@ def test_loss_gradients_and_metrics_are_the_definition(config: Posttraining, chu
     policy.output_layer.loss_chunk_tokens = chunk
     batch = pair_batch()
     objective = DPO(config, reference_of(policy, copy, config, compiled=False))
-    loss, terms = objective.loss(policy, *batch, None, **objective.inputs(batch))
+    loss, terms = objective.loss(policy, batch, None, **objective.inputs(batch))
     loss.backward()
     found = {name: p.grad.clone() for name, p in policy.named_parameters()}
     policy.zero_grad()

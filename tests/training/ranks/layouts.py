@@ -97,6 +97,8 @@ OPTIONS = {
         "zero": {"use_distributed_optimizer": True},
         "pp2 ZBVZeroBubble zero": {"use_distributed_optimizer": True},
         "pp2 ep2 ZBVZeroBubble zero": {"use_distributed_optimizer": True},
+        "pp2 cp2 DualPipeV zero": {"use_distributed_optimizer": True},
+        "zero4": {"use_distributed_optimizer": True},
         "ep2 quantized": {"expert_dispatch": "all_to_all_quantized"},
     }.items()
 }
@@ -111,8 +113,8 @@ def data_ranks(layout: str) -> int:
 
 def ranks_of(layout: str) -> int:
     """How many ranks a layout is made for."""
-    shared_by_two = layout in ("pp2 ZBVZeroBubble zero", "pp2 ep2 ZBVZeroBubble zero")
-    return 1 if layout == "one" else 4 if layout in OF_FOUR or shared_by_two else 2
+    of_four = (*OF_FOUR, "pp2 ZBVZeroBubble zero", "pp2 ep2 ZBVZeroBubble zero", "pp2 cp2 DualPipeV zero", "zero4")
+    return 1 if layout == "one" else 4 if layout in of_four else 2
 
 
 PRECISIONS: dict[str, dict[str, Any]] = {

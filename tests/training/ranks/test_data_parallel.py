@@ -12,6 +12,7 @@ from te_models.layers import DelayedScaling, Linear, recipe_state, set_rounding_
 from te_models.parallel import ParallelDims
 from te_models.training import PrecisionConfig, TrainingCheckpointError, train
 from te_models.training.checkpoints.checkpoint import TrainingState, load_state
+from te_models.training.checkpoints.recipes import complete_recipe_state
 from te_models.training.checkpoints.start import check_same_run, check_same_start, restore_generators
 from te_models.training.ranks.data_parallel import (
     Ranks,
@@ -88,7 +89,8 @@ def test_a_rank_that_the_checkpoint_does_not_know_takes_scales_and_no_random_num
     state = recipe_state(model)
     given = {name: torch.full_like(t, 3) for name, t in state.items()}
     tensors = {f"recipe.{rank}.{name}": t + rank for rank in (0, 1) for name, t in given.items()}
-    restore_generators(TrainingState(1, 0, 2, {}, tensors), Ranks(3, 4), model)
+    live = complete_recipe_state(model, [DelayedScaling(amax_history_len=2)])
+    restore_generators(TrainingState(1, 0, 2, {}, tensors), Ranks(3, 4), model, ParallelDims(ranks=4), live)
     for name, now in recipe_state(model).items():
         torch.testing.assert_close(now, state[name] if "rng" in name else given[name] + 1, rtol=0, atol=0)
 
@@ -103,7 +105,7 @@ def test_scales_are_those_of_the_rank_that_had_the_experts() -> None:
     start = TrainingState(1, 0, 2, {"parallel": {"expert_model_parallel_size": 2}}, tensors)
     dims = ParallelDims(ranks=8, expert_model_parallel_size=2, tensor_model_parallel_size=2)
     for rank, expected in ((2, 4.0), (3, 4.0), (4, 3.0), (7, 4.0)):
-        restore_generators(start, Ranks(rank, 8), model, dims)
+        restore_generators(start, Ranks(rank, 8), model, dims, complete_recipe_state(model, []))
         assert {float(t.flatten()[0]) for n, t in recipe_state(model).items() if "scale" in n} == {expected}, rank
 
 

@@ -67,7 +67,9 @@ moe, fp8 moments, zero; moe, lora, zero
 CONTINUED = cases("""
 dense, fp32, fsdp2 after fsdp2; dense, fp32, tp2 after fsdp2; dense, fp32, fsdp2 offloaded after fsdp2;
 dense, fp32, fsdp2 after one; dense, fp32, fsdp2 after zero; dense, fp32, zero after one; dense, fp32, zero after zero;
-moe, fp8 moments, zero after fsdp2; moe, fp32, ep2 fsdp2 after tp2; moe, fp32, tp2 after ep2 fsdp2;
+moe, fp8 moments, zero after fsdp2; dense, fp32, dp2 after zero; moe, fp8 moments, zero after zero;
+moe, fp8 moments, dp2 after zero; moe, fp8 moments, fsdp2 after zero; moe, lora, zero after zero;
+moe, lora, fsdp2 after zero; moe, lora, zero after one; moe, fp32, ep2 fsdp2 after tp2; moe, fp32, tp2 after ep2 fsdp2;
 moe, fp32, ep2 after ep2 fsdp2; moe, stored mxfp8, fsdp2 after fsdp2; moe, fp32, tp2 sp after cp2;
 moe, fp32, cp2 after tp2 sp; zamba, fp32, pp2 after tp2; zamba, fp32, fsdp2 after pp2;
 moe, fp32, cp2 p2p after cp2 p2p; tied, fp32, pp2 after pp2; tied, fp32, pp2 after one;
@@ -97,7 +99,10 @@ dense, fp32, cp4 a2a; dense, fp32, cp2 p2p fsdp2; zamba, fp32, tp4; zamba, fp32,
 tied, fp32, pp2 cp2; deep, mxfp8, pp2 cp2 Interleaved1F1B; deep, fp32, pp2 tp2 sp;
 tied, fp32, pp2 tp2 sp ZBVZeroBubble; deep, packed, pp2 cp2; deep, fp32, pp2 ZBVZeroBubble zero;
 deep, mxfp8, pp2 ep2 ZBVZeroBubble zero; mla_moe, fp32, pp2 ep2; ahead, packed, pp2 cp2; ahead, fp32, pp2 tp2 sp;
-ahead, fp32, pp2 fsdp2
+ahead, fp32, pp2 fsdp2; deep, fp32, pp2 cp2 DualPipeV zero; deep, fp8 moments, pp2 cp2 DualPipeV zero;
+deep, lora, pp2 cp2 DualPipeV zero; deep, fp8 moments, pp2 cp2 DualPipeV zero after pp2 cp2 DualPipeV zero;
+dense, fp32, zero4 after zero; moe, fp8 moments, zero4 after zero; moe, lora, zero4 after zero;
+deep, fp32, pp2 fsdp2 after pp2 cp2 DualPipeV zero
 """),
 ]
 BACK = cases("""
@@ -106,7 +111,8 @@ moe, fp32, one after etp2; moe, fp32, one after ep2 etp2; moe, delayed, one afte
 moe, lora over stored mxfp8, one after hsdp 2x2; moe, lora, one after ep2; ahead, lora, one after pp2 tp2 sp;
 ahead, fp32, one after pp2 fsdp2; ahead, packed, one after pp2 ZBVZeroBubble; deep, fp8 moments, one after pp2;
 moe, fp32, one after tp4; dense, muon, one after tp4 sp; zamba, fp32, one after pp2 fsdp2; zamba, fp32, one after tp4;
-deep, fp32, one after pp2 ZBVZeroBubble zero
+deep, fp32, one after pp2 ZBVZeroBubble zero; moe, fp8 moments, one after zero; moe, lora, one after zero;
+deep, fp8 moments, one after pp2 cp2 DualPipeV zero; deep, lora, one after pp2 cp2 DualPipeV zero
 """)
 
 
@@ -167,7 +173,7 @@ def test_one_rank_continues_what_four_began(case: Case, runs: Runs) -> None:
 
 
 @pytest.mark.sentinels("dense_fp32_fsdp2_after_fsdp2")
-@pytest.mark.parametrize("case", each([c for c in CONTINUED if c.start == c.layout]))
+@pytest.mark.parametrize("case", each([c for c in [*CONTINUED, *FOUR] if c.start == c.layout]))
 def test_the_same_layout_continues_bit_for_bit(case: Case, runs: Runs) -> None:
     whole = Case(case.kind, case.precision, case.layout)
     for folder in ("final", "checkpoints/step-00000004/parts"):
@@ -202,6 +208,16 @@ def test_another_schedule_continues_bit_for_bit(case: Case, runs: Runs) -> None:
     """A layer's state is the layer's. Delayed scaling, whose scales depend on the order of micro-batches, gives other
     numbers under each schedule: test_recipes compares what moves."""
     assert_continues_as(case, runs)
+
+
+@pytest.mark.slow
+def test_layers_draw_the_same_random_bits_under_every_schedule(tmp_path: Path) -> None:
+    """From the first step on, whichever stage a layer is in."""
+    runs, schedules = Runs(tmp_path, steps=2), ("pp2", "pp2 Interleaved1F1B", "pp2 ZBVZeroBubble", "pp2 DualPipeV")
+    first, *others = [Case("deep", "nvfp4", schedule) for schedule in schedules]
+    runs.on_ranks([first, *others], 2)
+    for case in others:
+        assert_same_bits(*(tensors_under(runs.output_dir(its) / "final") for its in (case, first)))
 
 
 def assert_continues_as(case: Case, runs: Runs) -> None:

@@ -164,6 +164,19 @@ os._exit(0)
 """
 
 
+def test_a_silent_rank_of_another_node_is_named_once_a_signal_asks_to_end() -> None:
+    """Before torchrun kills who waits for it in a barrier. The timeout is of hours."""
+    first, second = monitors(2, timeout=3600.0)
+    first.interval = 0.1
+    second._exchange = lambda own: time.sleep(3600)  # a daemon's thread
+    first.stop_asked = lambda: signal.SIGTERM
+    begun = time.monotonic()
+    with pytest.raises(LostRankError, match="rank 1 stopped answering"):
+        first.barrier()
+    assert time.monotonic() - begun < 60
+    first.close(LostRankError(""))
+
+
 def test_a_killed_rank_is_named_while_nobody_waits_for_it() -> None:
     """By the ranks of its machine, in a run that waits ten minutes for what does not answer."""
     done = run_python(["-c", KILLED], timeout=120)

@@ -14,6 +14,7 @@ from te_models.cli.main import main
 from te_models.config import AttentionConfig, ConfigError
 from te_models.model import GPTModel
 from te_models.training import EvaluationConfig, LoRAConfig, ModelSource, PrecisionConfig, loop, train
+from te_models.training.config.precision import RecipePhase
 from te_models.training.precision import rounded_weight
 from tests.training.processes import train_as_one_and_two
 from tests.training.runs import curve, rows_of, tiny_model, tiny_run
@@ -131,6 +132,9 @@ def test_what_is_rounded_is_what_a_folder_stores_quantized() -> None:
 def test_what_cannot_be_meant_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"precision.recipe is 'mxfp8'; allowed: 'none' with precision.qat = 'nvfp4'"):
         PrecisionConfig(recipe="mxfp8", qat="nvfp4")
+    later = (RecipePhase(from_step=2, recipe="mxfp8"),)
+    with pytest.raises(ConfigError, match=r"precision.schedule is \['mxfp8'\]; allowed: recipes 'none' with"):
+        PrecisionConfig(schedule=later, qat="nvfp4")
     with pytest.raises(ConfigError, match=r"precision.qat_activations is True; allowed: false, except"):
         PrecisionConfig(qat="int4", qat_activations=True)
     with pytest.raises(ConfigError, match=r"precision.qat is 'int4'; allowed: 'none' with lora.rank"):

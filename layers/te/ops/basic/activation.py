@@ -20,17 +20,12 @@ class ActivationOperation(BasicOperation):
     Where the next operation is a GEMM under a recipe, the result is handed over quantized.
     """
 
-    ACTIVATION: Activation
+    activation: Activation
     glu_interleave_size: int | None = None
 
     @takes_at_default(cache_quantized_input=False)
     def __init__(self) -> None:
         super().__init__()
-
-    @property
-    def activation(self) -> Activation:
-        """Which activation this is."""
-        return self.ACTIVATION
 
     def gate_and_up(self, x: Tensor) -> Tensor:
         """Return the input as `activation` takes it."""
@@ -54,7 +49,9 @@ class ActivationOperation(BasicOperation):
         return Gradients(self.as_given(self.activation.backward(dy, self.gate_and_up(x))[0]))
 
     def extra_repr(self) -> str:
-        return "" if self.glu_interleave_size is None else f"glu_interleave_size={self.glu_interleave_size}"
+        a, size = self.activation, self.glu_interleave_size
+        clamped = "" if a.clamp is None else f"limit={a.clamp}, alpha={a.alpha}, glu_linear_offset={a.up_offset}"
+        return ", ".join(filter(None, (clamped, "" if size is None else f"glu_interleave_size={size}")))
 
 
 class GatedActivation(ActivationOperation):
@@ -100,67 +97,67 @@ def activated(activation: Activation, x: Tensor, probabilities: Tensor | None, c
 class GELU(ActivationOperation):
     """GELU with the tanh approximation."""
 
-    ACTIVATION = Activation("gelu_tanh")
+    activation = Activation("gelu_tanh")
 
 
 class ReLU(ActivationOperation):
     """`max(x, 0)`."""
 
-    ACTIVATION = Activation("relu")
+    activation = Activation("relu")
 
 
 class SReLU(ActivationOperation):
     """`max(x, 0)^2`."""
 
-    ACTIVATION = Activation("squared_relu")
+    activation = Activation("squared_relu")
 
 
 class SiLU(ActivationOperation):
     """`x sigmoid(x)`."""
 
-    ACTIVATION = Activation("silu")
+    activation = Activation("silu")
 
 
 class QGELU(ActivationOperation):
     """`x sigmoid(1.702 x)`, the quick approximation of GELU."""
 
-    ACTIVATION = Activation("quick_gelu")
+    activation = Activation("quick_gelu")
 
 
 class GLU(GatedActivation):
     """`sigmoid(gate) * up`."""
 
-    ACTIVATION = Activation("sigmoid", gated=True)
+    activation = Activation("sigmoid", gated=True)
 
 
 class GEGLU(GatedActivation):
     """`gelu(gate) * up`."""
 
-    ACTIVATION = Activation("gelu_tanh", gated=True)
+    activation = Activation("gelu_tanh", gated=True)
 
 
 class QGEGLU(GatedActivation):
     """`gate sigmoid(1.702 gate) * up`."""
 
-    ACTIVATION = Activation("quick_gelu", gated=True)
+    activation = Activation("quick_gelu", gated=True)
 
 
 class ReGLU(GatedActivation):
     """`relu(gate) * up`."""
 
-    ACTIVATION = Activation("relu", gated=True)
+    activation = Activation("relu", gated=True)
 
 
 class SReGLU(GatedActivation):
     """`max(gate, 0)^2 * up`."""
 
-    ACTIVATION = Activation("squared_relu", gated=True)
+    activation = Activation("squared_relu", gated=True)
 
 
 class SwiGLU(GatedActivation):
     """`silu(gate) * up`."""
 
-    ACTIVATION = Activation("silu", gated=True)
+    activation = Activation("silu", gated=True)
 
 
 def _clamped(limit: float, alpha: float, glu_linear_offset: float) -> Activation:
@@ -180,19 +177,7 @@ class ClampedSwiGLU(GatedActivation):
         glu_interleave_size: int | None = None,
     ) -> None:
         super().__init__(glu_interleave_size=glu_interleave_size)
-        self._clamped = _clamped(limit, alpha, glu_linear_offset)
-
-    @property
-    def activation(self) -> Activation:
-        return self._clamped
-
-    def extra_repr(self) -> str:
-        return _clamped_repr(self._clamped, super().extra_repr())
-
-
-def _clamped_repr(a: Activation, rest: str) -> str:
-    own = f"limit={a.clamp}, alpha={a.alpha}, glu_linear_offset={a.up_offset}"
-    return f"{own}, {rest}" if rest else own
+        self.activation = _clamped(limit, alpha, glu_linear_offset)
 
 
 class ScaledActivation(ActivationOperation):
@@ -227,7 +212,7 @@ class ScaledActivation(ActivationOperation):
 class ScaledSReLU(ScaledActivation):
     """`max(x, 0)^2 * probability`."""
 
-    ACTIVATION = Activation("squared_relu")
+    activation = Activation("squared_relu")
 
 
 class ScaledGLU(ScaledActivation):
@@ -242,13 +227,13 @@ class ScaledGLU(ScaledActivation):
 class ScaledSwiGLU(ScaledGLU):
     """`silu(gate) * up * probability`."""
 
-    ACTIVATION = Activation("silu", gated=True)
+    activation = Activation("silu", gated=True)
 
 
 class ScaledGEGLU(ScaledGLU):
     """`gelu(gate) * up * probability`."""
 
-    ACTIVATION = Activation("gelu_tanh", gated=True)
+    activation = Activation("gelu_tanh", gated=True)
 
 
 class ScaledClampedQGeGLU(ScaledGLU):
@@ -264,11 +249,4 @@ class ScaledClampedQGeGLU(ScaledGLU):
         glu_linear_offset: float = 1.0,
     ) -> None:
         super().__init__(glu_interleave_size)
-        self._clamped = _clamped(limit, alpha, glu_linear_offset)
-
-    @property
-    def activation(self) -> Activation:
-        return self._clamped
-
-    def extra_repr(self) -> str:
-        return _clamped_repr(self._clamped, super().extra_repr())
+        self.activation = _clamped(limit, alpha, glu_linear_offset)

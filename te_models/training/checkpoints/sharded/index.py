@@ -125,7 +125,8 @@ class CheckpointIndex:
             kind, _, rest = name.partition(".")
             if not name.startswith(KINDS):
                 raise CheckpointError(f"{where} has {quote(name)}, which is no part of a training state")
-            if kind in ("rng", "recipe", "replica") and rest.partition(".")[0] not in allowed:
+            owner = rest.partition(".")[0]  # a rank, or the layer of a recipe's state
+            if (kind in ("rng", "replica") or (kind == "recipe" and owner.isdigit())) and owner not in allowed:
                 raise CheckpointError(f"{where} has {quote(name)}, and the run had {ranks} ranks")
         for rank in range(ranks):
             for generator in ("python", "torch"):
