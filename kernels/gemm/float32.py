@@ -16,7 +16,7 @@ from ..custom_op import like, operation, register_gradient
 
 FEW_ROWS = 4
 """A GEMM of fewer rows is bound by reading the right side, so that side is read as it is, without an up-cast copy."""
-_PIECE = 2**20  # elements of a matrix that are in float32 together: 4 MiB, which a CPU's last cache holds
+_PIECE = 2**20  # elements of a matrix that are in float32 together: 4 MiB, and a CPU's last cache holds three of them
 _CACHED = 2**18  # where there are so few rows that reading the right side is what takes the time: 1 MiB
 _CACHED_ROWS = 256
 _SIDE = 1024  # of a square piece: casting it takes a hundredth of multiplying it
@@ -57,7 +57,7 @@ def float32_products(
     left: Tensor, matrices: Sequence[Tensor], groups: Sequence[tuple[int, int, int]], out: Tensor
 ) -> None:
     """Write `float32_product` of the rows of each group and its matrix to these rows of out: [T, K] by [K, N] each
-    -> [T, N]. groups: of each, which matrix it is, its first row, and how many rows it has."""
+    -> [T, N]. groups: (number of the matrix, first row, number of rows) of each."""
     most = _CACHED // max(*matrices[0].shape, 1)
     small = matrices[0].numel() <= _CACHED and not torch.is_autocast_enabled("cpu")
     for g, begin, count in groups:
