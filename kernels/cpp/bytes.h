@@ -55,7 +55,7 @@ INLINE inline bool any_at_least(Register x, uint8_t least) {
 // the second on, and so on.
 template <int mantissa>
 INLINE inline void decode_fours(const uint8_t* p, Floats* to) {
-  constexpr int shift = mantissa + 1;  // from a sign and 7 bits to those of a bfloat16, whose mantissa has 7
+  constexpr int shift = mantissa + 1;  // from a byte's upper end to the place of a bfloat16's 7 bits of mantissa
   const __m256i v = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)), upper = _mm256_set1_epi32(int(0xFFFF0000));
   const __m256i mask = _mm256_set1_epi16(short(0x8000 | 0x7F00 >> shift));
   const __m256i odd = _mm256_and_si256(_mm256_srai_epi16(v, shift), mask);

@@ -60,10 +60,12 @@ def float32_products(
     -> [T, N]. groups: (number of the matrix, first row, number of rows) of each."""
     most = _CACHED // max(*matrices[0].shape, 1)
     small = matrices[0].numel() <= _CACHED and not torch.is_autocast_enabled("cpu")
-    for g, begin, count in groups:
+    for g, begin, count in groups:  # most of them without a call
         some, into = left.narrow(0, begin, count), out.narrow(0, begin, count)
-        if small and FEW_ROWS <= count <= most:  # in one piece, without a call
+        if small and FEW_ROWS <= count <= most:
             into.copy_(torch.mm(some.float(), matrices[g].float()))
+        elif small and count < FEW_ROWS:
+            torch.mm(some, matrices[g], out=into)
         else:
             float32_product(some, matrices[g], None, out.dtype, into)
 

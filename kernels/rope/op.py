@@ -88,7 +88,8 @@ def rope_frequencies(
     model's). sequence_length: int64 scalar tensor, read by "dynamic" and "longrope" only, without a host
     synchronisation; None means a short sequence. Raises ValueError for an unknown scaling or a missing argument.
     """
-    check_choice("scaling", scaling, SCALINGS)
+    if scaling not in SCALINGS:
+        check_choice("scaling", scaling, SCALINGS)
     if scaling == "proportional":
         return _proportional(head_dim, base, rotary_percent, factor or 1.0, device), 1.0
     rotated = int(head_dim * rotary_percent)

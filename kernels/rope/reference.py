@@ -28,9 +28,13 @@ def rope_tables(position_ids: Tensor, frequencies: Tensor, attention_factor: flo
     return angles.cos() * attention_factor, angles.sin() * attention_factor
 
 
+_STYLES = ("half", "interleaved")
+
+
 def check_rope(x: Tensor, cos: Tensor, style: str) -> None:
     """Raise ValueError for a style that does not exist or tables wider than x."""
-    check_choice("style", style, ("half", "interleaved"))
+    if style not in _STYLES:
+        check_choice("style", style, _STYLES)
     if 2 * cos.shape[-1] > x.shape[-1]:
         raise ValueError(f"the tables rotate {2 * cos.shape[-1]} channels, but x has {x.shape[-1]}")
 
@@ -41,7 +45,8 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, style: str = "half") -> Tens
     cos, sin = cos[:, :, None], sin[:, :, None]
     turning = x[..., :rotated]
     a, b = turning.chunk(2, dim=-1) if style == "half" else turning.unflatten(-1, (-1, 2)).unbind(-1)
-    a, b = a.to(wide(a)), b.to(wide(b))
+    dtype = wide(x)
+    a, b = a.to(dtype), b.to(dtype)
     # Rounding each half before joining them moves half the bytes of joining in float32.
     halves = (a * cos - b * sin).to(x.dtype), (b * cos + a * sin).to(x.dtype)
     if style == "half":

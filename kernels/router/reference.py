@@ -48,12 +48,16 @@ def within_groups(scores: Tensor, num_groups: int, topk_groups: int, summed: int
     return torch.where(selected[..., None], grouped, -torch.inf).flatten(-2)
 
 
+_SCORES, _GROUP_SCORES = ("softmax", "sigmoid", "sqrtsoftplus"), ("max", "top2_sum")
+
+
 def check_router(
     num_experts: int, topk: int, score: str, num_groups: int | None, topk_groups: int | None, group_score: str
 ) -> None:
     """Raise ValueError for an unknown name or an impossible count; see `router_topk`."""
-    check_choice("score", score, ("softmax", "sigmoid", "sqrtsoftplus"))
-    check_choice("group_score", group_score, ("max", "top2_sum"))
+    if score not in _SCORES or group_score not in _GROUP_SCORES:
+        check_choice("score", score, _SCORES)
+        check_choice("group_score", group_score, _GROUP_SCORES)
     if (num_groups is None) != (topk_groups is None):
         raise ValueError(f"topk_groups is {topk_groups}; allowed: a count with num_groups, None without")
     available = num_experts

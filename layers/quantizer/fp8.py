@@ -34,7 +34,8 @@ class FP8Quantizer(Quantizer):
         super().__post_init__()
         if isinstance(self.fp8_dtype, enum.Enum):
             object.__setattr__(self, "fp8_dtype", dtype_of_enum(self.fp8_dtype))
-        check_choice("fp8_dtype", self.fp8_dtype, q.FP8_MAX)
+        if self.fp8_dtype not in q.FP8_MAX:
+            check_choice("fp8_dtype", self.fp8_dtype, q.FP8_MAX)
 
     def part_dtype(self, part: str) -> torch.dtype | None:
         return self.fp8_dtype if part == "data" else torch.float32

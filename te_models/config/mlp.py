@@ -138,7 +138,7 @@ class MoEConfig(ConfigPart):
     """How tokens choose experts."""
     hash_layers: tuple[int, ...] = ()
     """Indices of the MoE layers whose experts a stored table chooses by the token, from 0; the router gives their
-    weights alone. They have no load-balancing loss."""
+    weights alone, and they have no load-balancing loss."""
     post_layernorm: bool = False
     """Whether a norm follows the experts, in a model whose dense layers have none after the MLP (block "pre")."""
 

@@ -96,7 +96,7 @@ def observe(model: GPTModel, batch: Batch, names: set[str], dtype: torch.dtype) 
             opened.callback(
                 module.register_forward_hook(_hook(name, inputs, gradients, dtype), with_kwargs=True).remove
             )
-        loss, _ = Objective().loss(model, *batch, None)
+        loss, _ = Objective().loss(model, batch, None)
         loss.backward()
     model.zero_grad(set_to_none=True)
     return {

@@ -159,10 +159,10 @@ def load_balancing_losses(routed: list[RouterOutput], routers: list[Router], *, 
     are those of the choices of all ranks that have these layers since the last `take_expert_load`; evaluation compares
     a rank's own. Layers whose experts a table chooses have no loss, as in transformers: no training balances them.
     Raises RuntimeError where it is not known which ranks these are."""
-    places = [i for i in range(len(routed)) if not routers[i].hashed]
-    if not places:
+    pairs = [pair for pair in zip(routed, routers, strict=False) if not pair[1].hashed]
+    if not pairs:
         return routed[0].load_balancing_loss.new_zeros(1)
-    routed, routers = [routed[i] for i in places], [routers[i] for i in places]
+    routed, routers = map(list, zip(*pairs, strict=True))
     if routed[0].mean_probabilities is None:
         return torch.stack([r.load_balancing_loss for r in routed])
     means = torch.stack([r.mean_probabilities for r in routed if r.mean_probabilities is not None])

@@ -261,7 +261,7 @@ def check_tensors(tensors: Mapping[str, torch.Tensor], step: int, ranks: int) ->
 
 
 def by_rank(tensors: Mapping[str, torch.Tensor], prefix: str) -> dict[str, dict[str, torch.Tensor]]:
-    """Return the tensors named PREFIX RANK . NAME, by rank, then by name; of recipes, those of earlier releases."""
+    """Return the tensors named PREFIX RANK . NAME, by rank, then by name; of recipes, the names of earlier releases."""
     found: dict[str, dict[str, torch.Tensor]] = {}
     for name, value in tensors.items():
         rank, _, own = name.removeprefix(prefix).partition(".")

@@ -122,11 +122,13 @@ def saved_recipe_state(
     for words, names in (("lacks", missing), ("does not fit the model: it has", unknown)):
         if names:
             raise TrainingCheckpointError(f"the state of the recipe {words} {shorten(names, 2)}")
+    before = ParallelDims.of(start.config.get("parallel") or {}, start.world_size)
     parts, unshared = {}, set()
     for name, own in live.items():
-        shape, (count, row), rows, of = saved[name], own.rows(now, rank), 0, None
-        if len(shape) == own.tensor.dim() + 1 and shape[0]:
-            rows, of = shape[0], range(row % shape[0], row % shape[0] + 1)
+        shape, (count, row), of = saved[name], own.rows(now, rank), None
+        rows = _saved_rows(own, shape, before, now)
+        if rows:
+            of = range(row % rows, row % rows + 1)
             if name.endswith(_PENDING) and rows != count:
                 of = range(rows)
             if row >= rows:
@@ -141,6 +143,17 @@ def saved_recipe_state(
     found = {n: p.tensor.amax(0) if p.tensor.dim() > live[n].tensor.dim() else p.tensor for n, p in parts.items()}
     check_ranges(found)
     return {name: value for name, value in found.items() if name not in unshared or not name.endswith(_STREAM)}
+
+
+def _saved_rows(own: LayerState, shape: tuple[int, ...], before: ParallelDims, now: ParallelDims) -> int:
+    """Return how many rows an entry must have as it was saved; 0: it is in one piece. Whether ranks share scales of
+    experts depends on how these were distributed."""
+    distributed = before.expert_model_parallel_size
+    if distributed == now.expert_model_parallel_size:
+        return own.rows(before, 0)[0] if own.per_rank else 0
+    copies = each_stage(before)
+    with_rows = len(shape) == own.tensor.dim() + 1 and shape[0] in (copies, copies // distributed)
+    return shape[0] if with_rows else 0
 
 
 def _saved(start: TrainingState) -> dict[str, tuple[int, ...]]:

@@ -112,7 +112,7 @@ class PrecisionConfig(RecipeKeys):
         for name in ("quantized_weights", "cache_weights"):
             check(self.has_recipe or not getattr(self, name), f"precision.{name}", True, "false without a recipe")
         where = "false with precision.schedule, whose recipes store weights in formats of their own"
-        high = f"with precision.qat = {self.qat!r}, which trains in high precision"
+        high = f"with precision.qat = {self.qat!r} (it trains in high precision)"
         check(self.qat == "none" or self.recipe == "none", "precision.recipe", self.recipe, f"'none' {high}")
         phases = [phase.recipe for phase in self.schedule]
         check(self.qat == "none" or not self.has_recipe, "precision.schedule", phases, f"recipes 'none' {high}")

@@ -40,8 +40,8 @@ def check_teacher(config: TrainConfig, model: ModelConfig) -> None:
     where = f"posttraining.teacher is {folder}"
     if not folder.is_dir():
         raise ConfigError(
-            f"{where}, which is not a folder; allowed: a te_models or Hugging Face folder, such as `te-models import` "
-            "makes of a hub id"
+            f"{where}: there is no such folder; allowed: a te_models or Hugging Face folder, such as "
+            "`te-models import` makes of a hub id"
         )
     with open_checkpoint(folder, verify=False) as opened:
         teacher = opened.config

@@ -165,7 +165,6 @@ def test_attention_calls_it(monkeypatch: pytest.MonkeyPatch, mask: bool) -> None
     assert len(calls) == 1
 
 
-@pytest.mark.usefixtures("fresh_compiler")
 def test_graphs_hold_it() -> None:
     query, key, value = inputs((2, 8, 4, 300, 64, 64), F32)
     visible = torch.arange(300).expand(2, 1, 1, 300) < 200

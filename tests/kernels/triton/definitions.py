@@ -125,8 +125,8 @@ def activation_bwd(dy, x, probabilities, needs_probabilities, **options) -> tupl
     return dx.to(x.dtype), d_factor
 
 
-def activation_quantized(run: Run, scale, output, **values) -> list[Tensor]:
-    (y,) = run("activation_fwd", tuple(values.values()))
+def activation_quantized(run: Run, x, probabilities, kind, scale, output) -> list[Tensor]:
+    (y,) = run("activation_fwd", (x, probabilities, *kind))
     return output.define(as_matrix(y), scale)
 
 
@@ -257,7 +257,7 @@ def definitions() -> dict[str, Definition]:
 
 CPU_ONLY = {
     *("stored_integer_linear", "stored_integer_grouped_gemm"),
-    *("gemv", "stored_linear", "stored_grouped_gemm", "flash_attention_fwd", "flash_attention_bwd"),
+    *("gemv", "stored_linear", "stored_grouped_gemm", "decode_attention", "flash_attention_fwd", "flash_attention_bwd"),
     *("packed_attention_fwd", "packed_attention_bwd", "round_blockwise", "round_current", "round_per_tensor"),
     *("random_hadamard_rows", "matrix_amax", "raised_amax", "round_nvfp4", "round_current_nvfp4", "store_blocks"),
     *("delta_states", "delta_states_bwd", "decayed_states"),  # in plain torch on every device

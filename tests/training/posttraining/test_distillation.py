@@ -138,7 +138,7 @@ def test_what_a_teacher_cannot_be(tmp_path: Path) -> None:
         if not folder.exists():
             GPTModel(tiny_model()).save_pretrained(folder)
         (folder / "tokenizer.json").write_text(json.dumps({"model": {"type": "BPE", "vocab": words, "merges": []}}))
-    refused(distilling(tmp_path, posttraining={"teacher": "org/name"}), "teacher is org/name, which is not a folder; ")
+    refused(distilling(tmp_path, posttraining={"teacher": "org/name"}), "teacher is org/name: there is no such folder")
     data = training.DataConfig(path=str(tmp_path / "data"), sequence_length=32)
     student = config.replace(model=training.ModelSource(path=str(tmp_path / "student")), data=data)
     refused(student, "whose tokenizer has 'a' as 0, and .*student as 1; allowed: a teacher of the same tokenizer")
