@@ -43,6 +43,7 @@ class Objective:
 def terms_of(model: GPTModel, output: ModelOutput) -> tuple[Tensor, Tensor, Tensor]:
     """Return what is in a model's loss beside the cross entropy, zero where there is none: the terms of routers, of
     further tokens, and of the logits."""
+    assert output.loss is not None, "labels have been there"
     none = torch.zeros_like(output.loss)
     aux_loss = none if output.aux_loss is None else output.aux_loss
     mtp_loss = none if output.mtp_loss is None else output.mtp_loss * model.config.mtp_loss_scaling_factor

@@ -109,7 +109,7 @@ def ranks_from_environment(device: str, timeout: timedelta = TIMEOUT) -> Ranks:
     return Ranks(dist.get_rank(), dist.get_world_size(), None if local is None else int(local), not joined)
 
 
-def _store_of_this_start(store: Any, rank: int, world_size: int, timeout: timedelta) -> dist.PrefixStore:
+def _store_of_this_start(store: Any, rank: int, world_size: int, timeout: timedelta) -> Any:
     """Return a part of the store of torchrun's agents in which no rank of an earlier start has written.
 
     Agents keep one store over all restarts, and a rank that read an address there which a rank of the start before had
@@ -121,7 +121,7 @@ def _store_of_this_start(store: Any, rank: int, world_size: int, timeout: timede
         store.set(f"start/{rank}", own)
         start = store.get(f"start/{rank}/{own}").decode()
         store.set(f"start/{start}/{rank}", "known")
-        return dist.PrefixStore(start, store)
+        return dist.PrefixStore(start, store)  # pyright: ignore[reportPrivateImportUsage]
     answered = dict.fromkeys(range(1, world_size), b"")
     while answered:
         for other, number in list(answered.items()):
@@ -133,7 +133,7 @@ def _store_of_this_start(store: Any, rank: int, world_size: int, timeout: timede
         if answered and time.monotonic() > until:
             raise dist.DistStoreError(f"rank {min(answered)} has not joined within {timeout.total_seconds():g} s")
         time.sleep(0.01 if answered else 0.0)
-    return dist.PrefixStore(own, store)
+    return dist.PrefixStore(own, store)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def average_gradients(
