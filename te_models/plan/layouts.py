@@ -15,7 +15,7 @@ from te_models.layers.distributed.context_parallel import CpCommType
 
 from ..config import ConfigError, ModelConfig
 from ..layouts import Facts, check_layout_rules
-from ..training.config import TrainConfig
+from ..training.config import ParallelConfig, TrainConfig
 from .process import model_of, plan_each
 from .result import Hardware, Plan
 
@@ -258,10 +258,18 @@ def _powers(base: int, most: int) -> Iterator[int]:
         size *= base
 
 
+_OF_ONE_LAYOUT = (
+    *("virtual_pipeline_model_parallel_size", "pipeline_schedule", "pipeline_split", "pipeline_balance"),
+    *("use_distributed_optimizer", "reduce_gradients"),
+)
+"""Options that a run has for its own layout; the search begins without them, and proposes them by `choices_of`."""
+
+
 def _run(config: TrainConfig, ranks: int, layout: Layout) -> TrainConfig:
     fixed = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
     shards = -1 if ranks > math.prod(layout[name] for name in fixed) else 1
-    every = {"data_parallel_replicate_size": None, "data_parallel_shard_size": shards, **layout}
+    every = {name: getattr(ParallelConfig(), name) for name in _OF_ONE_LAYOUT}
+    every |= {"data_parallel_replicate_size": None, "data_parallel_shard_size": shards, **layout}
     return config.replace(parallel=config.parallel.replace(**every))
 
 

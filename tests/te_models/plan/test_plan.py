@@ -311,6 +311,17 @@ def normed(config: TrainConfig) -> TrainConfig:
     return config.replace(model=config.model.replace(config=model.replace(attention=attention)))
 
 
+def test_options_of_the_layout_that_a_run_has_do_not_end_the_search(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layouts, "ENOUGH", 0)
+    config = tiny_run(tmp_path).replace(model=ModelSource(config=tiny_model(moe=True, layers=4)))
+    own = {"pipeline_model_parallel_size": 2, "pipeline_schedule": "Interleaved1F1B", "use_distributed_optimizer": True}
+    own |= {"virtual_pipeline_model_parallel_size": 2}
+    asked = config.replace(parallel=config.parallel.replace(**own))
+    assert plan_layouts(asked, 4, Hardware()) == plan_layouts(config, 4, Hardware())
+
+
 @pytest.mark.usefixtures("forked")
 def test_layouts_are_planned_by_utilization_and_refused_ones_come_last(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
