@@ -65,7 +65,9 @@ INLINE inline void decode_fours(const uint8_t* p, Floats* to) {
   to[2] = _mm256_castsi256_ps(_mm256_and_si256(even, upper));
   to[3] = _mm256_castsi256_ps(_mm256_and_si256(odd, upper));
 }
-INLINE inline Floats both_halves(float low, float high) { return _mm256_set_m128(_mm_set1_ps(high), _mm_set1_ps(low)); }
+INLINE inline Floats low_and_high(float low, float high) {
+  return _mm256_set_m128(_mm_set1_ps(high), _mm_set1_ps(low));
+}
 INLINE inline void e2m1(const uint8_t* p, const float* table, Floats* to) {
   const __m256i shifts = _mm256_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28);
   const __m256 magnitudes = _mm256_load_ps(table);

@@ -196,7 +196,7 @@ struct Rows {
     };
     const auto use_two_blocks = [&](int64_t k, auto r, const uint8_t* p) INLINE {
       const float low = of_row[r][k / L], high = of_row[r][std::min(k + 16, K - 1) / L];
-      use_32(k, r, p, low, high, both_halves(low * W::kFactor, high * W::kFactor));
+      use_32(k, r, p, low, high, low_and_high(low * W::kFactor, high * W::kFactor));
     };
     if (L % 32 != 0 && L < K) {
       for (int64_t k = 0; k < full; k += 32) each_row<rows>([&](auto r) INLINE { use_two_blocks(k, r, row[r] + k); });

@@ -53,7 +53,7 @@ def grouped_gemm(a: Tensor, b: Tensor, m_splits: Tensor, transpose_b: bool) -> T
     if many:
         # views of all groups by three calls: with a slice for each, a dozen rows take as long to name as to multiply
         matrices = (b.transpose(1, 2) if transpose_b else b).unbind()
-        if a.dtype != torch.float32 and in_float32(a):
+        if a.dtype != torch.float32 and in_float32(a):  # dequantized operands need no call
             float32_products(a, matrices, many, out)
         else:
             for g, begin, count in many:
