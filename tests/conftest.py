@@ -31,6 +31,7 @@ from tests.covering import (
     start,
 )
 from tests.default_device import package_default
+from tests.transformers_versions import skip_with_older_transformers
 
 # The same inputs in every run, so that a change is what breaks a test; the slow ones search for new inputs.
 settings.register_profile("repeatable", derandomize=True)
@@ -138,6 +139,7 @@ def pytest_pycollect_makemodule(module_path: Path, parent: Any) -> pytest.Module
 @pytest.hookimpl(tryfirst=True)  # before -m deselects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     mark_uncovered(items)
+    skip_with_older_transformers(items)
     for item in items:
         if not item.get_closest_marker("gpu"):
             continue

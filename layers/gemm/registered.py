@@ -26,7 +26,7 @@ from ..tensor.storage import QuantizedStorage
 from .plain import stored_linear
 from .product import bias_gradient, target
 from .scaling import GemmCall, GemmConfig, GemmOptions, Scaling
-from .three_gemms import ONE_MATRIX, Forms, SavedForm, fprop, gradients, plain_weights
+from .three_gemms import NOTHING, ONE_MATRIX, Forms, SavedForm, fprop, gradients, plain_weights
 from .wgrad import WeightGradient
 
 Boundary = Literal["kernel", "layer"]
@@ -175,11 +175,11 @@ def _forms(
 ) -> tuple[Forms, list[Tensor]]:
     to, override = target(dy.device, dy.dtype), quantizers.backward_override
     if saved is None:
-        return Forms(to), []
+        return Forms(to, NOTHING, NOTHING), []
     if isinstance(saved, Tensor):
-        return Forms(to, SavedForm("plain" if override else "original")), [saved]
+        return Forms(to, SavedForm("plain" if override else "original"), NOTHING), [saved]
     form = SavedForm("dequantized" if override else "fields", saved.quantizer.field_names(), tuple(saved.shape))
-    return Forms(to, form), list(saved.fields.values())
+    return Forms(to, form, NOTHING), list(saved.fields.values())
 
 
 _function = differentiable(linear_layer_forward, linear_layer_backward, gradients=("x", "weight", "bias"))

@@ -175,8 +175,8 @@ class EncodedTensor(NamedTuple):
     """A tensor as its GEMMs take it. operand: of fprop; form, tensors: what the operand of a later GEMM is made of."""
 
     operand: Any
-    form: SavedForm = NOTHING
-    tensors: tuple[Tensor, ...] = ()
+    form: SavedForm
+    tensors: tuple[Tensor, ...]
 
 
 def encode_input(
@@ -199,14 +199,14 @@ def encode_input(
     usage: Usage = "columnwise" if override is None else "rowwise"
     if isinstance(x, GroupedRows):
         left = rows.of_rows(x, "rowwise", to.wide)  # pyright: ignore[reportAttributeAccessIssue]
-        return EncodedTensor(left, SavedForm("rows"), (x,)) if needs_wgrad else EncodedTensor(left)
+        return EncodedTensor(left, SavedForm("rows"), (x,)) if needs_wgrad else EncodedTensor(left, NOTHING, ())
     if isinstance(x, QuantizedStorage):
         left, fields = stored_operand(x.quantizer, x.fields, "rowwise", to.wide, x.shape), x.fields
         if not needs_wgrad:
-            return EncodedTensor(left)
+            return EncodedTensor(left, NOTHING, ())
         fields = fields_of_usage(fields, "rowwise" if x.quantizer.symmetric else usage)
     elif not needs_wgrad:
-        return EncodedTensor(rows.operand(quantizer, x, "rowwise", to.wide))
+        return EncodedTensor(rows.operand(quantizer, x, "rowwise", to.wide), NOTHING, ())
     elif override == "high_precision":
         return EncodedTensor(rows.operand(quantizer, x, "rowwise", to.wide), SavedForm("plain"), (x,))
     else:
@@ -266,15 +266,15 @@ def encode_weight(
     if isinstance(weight, QuantizedFields):
         if quantizers is not HIGH_PRECISION:
             check_operands(weight.quantizer, quantizers, needs_dgrad)
-            return EncodedTensor(weight_operand(weight, scaling, "rowwise", to.wide))
+            return EncodedTensor(weight_operand(weight, scaling, "rowwise", to.wide), NOTHING, ())
         weight = weight.dequantize(to.dtype)  # no recipe is in force that it has to fit
     quantizer = quantizers.weight if scaling.state.scale is None else scaling.for_weight(records=True)
     if to.on != "quantized":
-        return EncodedTensor(quantized_operand(quantizer, weight, "rowwise", to.wide))
+        return EncodedTensor(quantized_operand(quantizer, weight, "rowwise", to.wide), NOTHING, ())
     value = value_of(quantizer)
     both = value.symmetric or (value.rowwise and value.columnwise)
     if quantizers.backward_override or not needs_dgrad or not both or value.KEEPS_VALUES:
-        return EncodedTensor(quantized_operand(quantizer, weight, "rowwise", to.wide))
+        return EncodedTensor(quantized_operand(quantizer, weight, "rowwise", to.wide), NOTHING, ())
     fields = quantizer.quantize_fields(weight)
     saved = fields_of_usage(fields, "rowwise" if value.symmetric else "columnwise")
     operand = stored_operand(value, fields, "rowwise", to.wide, weight.shape)
@@ -338,8 +338,8 @@ class Forms(NamedTuple):
     take."""
 
     to: GemmTarget
-    x: SavedForm = NOTHING
-    weight: SavedForm = NOTHING
+    x: SavedForm
+    weight: SavedForm
 
 
 def fprop(

@@ -28,6 +28,9 @@ FOLDERS = {
     name: f"{Path(package.__file__ or '').parent}/"
     for name, package in (("layers", te_models.layers), ("kernels", te_models.kernels))
 }
+derived_properties = pytest.mark.skipif(
+    TORCH_2_11, reason="torch 2.11 has derived properties of quantizers computed where they are read"
+)
 # per layer and recipe: Python calls, the files that they are in, how deep they go; of the calls, those in layers/, and
 # all calls of a forward and a backward pass
 LIMITS = {
@@ -71,7 +74,7 @@ def way_of(run: Callable[[], Any]) -> Way:
     return Way(calls, depth)
 
 
-@pytest.mark.skipif(TORCH_2_11, reason="torch 2.11 has derived properties of quantizers computed where they are read")
+@derived_properties
 @pytest.mark.parametrize("gemm", ["bf16", "float32"])
 @pytest.mark.parametrize(("kind", "name"), LIMITS, ids=str)
 def test_a_forward_pass_is_few_calls_in_few_files(kind: str, name: str | None, gemm: Any) -> None:
@@ -155,7 +158,7 @@ def calls_of(run: Callable[[], Any]) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize(("name", "limit"), [(None, 260), ("mxfp8", 450)])
+@pytest.mark.parametrize(("name", "limit"), [(None, 260), pytest.param("mxfp8", 450, marks=derived_properties)])
 def test_a_model_with_experts_is_few_calls(name: str | None, limit: int) -> None:
     """Forward, of one layer, after the first pass."""
     model = GPTModel(tiny_moe().replace(num_layers=1)).bfloat16().train()
@@ -175,7 +178,7 @@ ASKING |= {"uses_gemv", "uses_few_rows"}
 """Functions that only ask what may run."""
 
 
-@pytest.mark.skipif(TORCH_2_11, reason="torch 2.11 has derived properties of quantizers computed where they are read")
+@derived_properties
 def test_a_train_step_is_few_calls() -> None:
     """Of one dense layer under mxfp8, after warm-up; of all calls, those that only ask what may run."""
     model = GPTModel(tiny(num_layers=1)).bfloat16().train()
