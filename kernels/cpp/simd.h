@@ -7,9 +7,8 @@
 #pragma once
 
 #if defined(__AVX2__)
-#include <immintrin.h>
+#include "intrinsics.h"
 #endif
-
 #include "numbers.h"
 
 namespace te_models {
