@@ -16,6 +16,10 @@ INLINE inline Register larger_magnitudes(Register found, const uint8_t* p) {
 INLINE inline bool any_at_least(Register x, uint8_t least) {
   return _mm512_cmpge_epu8_mask(x, _mm512_set1_epi8(char(least)));
 }
+INLINE inline Words widened_bytes(const uint8_t* p) {
+  return Words(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+}
+INLINE inline bool any(Words x) { return _mm512_test_epi32_mask(__m512i(x), __m512i(x)) != 0; }
 INLINE inline __m256i bytes(const uint8_t* p) {
   return _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
 }
@@ -51,6 +55,10 @@ INLINE inline Register larger_magnitudes(Register found, const uint8_t* p) {
 INLINE inline bool any_at_least(Register x, uint8_t least) {
   return _mm256_movemask_epi8(_mm256_cmpeq_epi8(_mm256_max_epu8(x, _mm256_set1_epi8(char(least))), x));
 }
+INLINE inline Words widened_bytes(const uint8_t* p) {
+  return Words(_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+}
+INLINE inline bool any(Words x) { return !_mm256_testz_si256(__m256i(x), __m256i(x)); }
 // 32 floats with the sign, exponent and mantissa of bytes in their places: every fourth byte from the first on, from
 // the second on, and so on.
 template <int mantissa>

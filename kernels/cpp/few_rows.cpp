@@ -36,8 +36,9 @@ static void one_row(const float* wide, const X* bias, X* out, int64_t N, const W
 #pragma omp for
     for (int64_t n = 0; n < N; n += kTogether) {
       Floats acc[kTogether];
-      for (int r = 0; r < kTogether; ++r) acc[r] = zero();
-      rows.decode<kTogether>(w, n, N,
+      const auto restart = [&]() INLINE { each_row<kTogether>([&](auto r) INLINE { acc[r] = zero(); }); };
+      restart();
+      rows.decode<kTogether>(w, n, N, restart,
                              [&](int64_t k, auto r, Floats v) INLINE { acc[r] = fma(v, load(wide + k), acc[r]); });
       for (int r = 0; r < kTogether && n + r < N; ++r) {
         const float y = sum(acc[r]);
@@ -67,7 +68,7 @@ extern "C" void te_few_rows(const X* x, const X* bias, X* out, int64_t M, int64_
     float* const to = decoded.data();
 #pragma omp for
     for (int64_t n = 0; n < N; n += kRows) {
-      rows.decode<kRows>(w, n, N, [&](int64_t k, auto r, Floats v) INLINE { store(to + r * padded + k, v); });
+      rows.decode<kRows>(w, n, N, [] {}, [&](int64_t k, auto r, Floats v) INLINE { store(to + r * padded + k, v); });
       for (int64_t m = 0; m < M; m += 4) {
         const auto run = M - m == 1 ? several<1> : M - m == 2 ? several<2> : M - m == 3 ? several<3> : several<4>;
         run(to, wide.data() + m * padded, padded, found.data() + m * kRows);

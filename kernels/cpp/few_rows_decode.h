@@ -64,10 +64,11 @@ struct Weight {
 };
 
 // Rows::decode<rows> calls use(k, r, w) for the vectors w of that many rows from row n on, k the first column of each;
-// the last row of the matrix stands in for those past it. Columns past K are zero.
+// the last row of the matrix stands in for those past it. Columns past K are zero. After restart() all are used again.
 #ifdef OF_BYTES
-// kExact: value * scale is a bfloat16, or none is asked for; kCareful: of any magnitude.
-enum Mode { kExact, kRounded, kCareful };
+// kExact: value * scale is a bfloat16, or none is asked for; kRounded: it is rounded to one, kRoundedTwice: to float32
+// before; kCareful: of any magnitude.
+enum Mode { kExact, kRounded, kRoundedTwice, kCareful };
 
 // of a byte that was decoded to w
 inline float careful_weight(uint8_t byte, float w, float scale) {
@@ -75,14 +76,11 @@ inline float careful_weight(uint8_t byte, float w, float scale) {
   return X::rounds ? BFloat16::read(BFloat16::write(value)) : value;
 }
 
-// byte(i): the one that lane i of w was decoded from; scale(i): of that lane, and of all in s
-template <Mode mode, class Byte, class Scale>
-INLINE inline Floats weight_of(Floats w, Floats s, const Byte& byte, const Scale& scale) {
-  if constexpr (mode == kCareful) {
-    float lanes[kLanes];
-    store(lanes, w);
-    for (int i = 0; i < kLanes; ++i) lanes[i] = careful_weight(byte(i), lanes[i], scale(i));
-    return load(lanes);
+template <Mode mode>
+INLINE inline Floats weight_of(Floats w, Floats s) {
+  if constexpr (mode == kRounded && X::rounds) {
+    const Floats m = mul(w, mul(s, all(0x1p16f)));
+    return sub(m, fnma(w, s, m));
   }
   const Floats v = mul(w, s);
   if constexpr (mode == kExact || !X::rounds) return v;
@@ -90,9 +88,19 @@ INLINE inline Floats weight_of(Floats w, Floats s, const Byte& byte, const Scale
   return sub(m, sub(m, v));
 }
 
+// Whether rounding the values' products with a scale to float32 before changes nothing: there are eight significands.
+inline bool rounds_once(float scale) {
+  alignas(64) float values[16];
+  for (int i = 0; i < 16; ++i) values[i] = float(8 + i % 8);
+  const Floats w = load(values), s = all(scale);
+  const Integers differs = weight_of<kRounded>(w, s) != weight_of<kRoundedTwice>(w, s);
+  return largest_of(Words(differs)) == 0;
+}
+
 // The exponent, as its bits, from which a scale is too large: its product with kFactor is finite below.
 constexpr uint32_t kMost = W::kFactor > 256.0f ? 127 + 7 : 127 + 100;
 
+#if defined(WIDE)
 inline bool any_special(const uint8_t* p, int64_t size) {
   Register largest = no_bytes();  // magnitudes: NaN, and infinity, have the largest
   int64_t i = 0;
@@ -102,26 +110,47 @@ inline bool any_special(const uint8_t* p, int64_t size) {
   return any_at_least(larger_magnitudes(largest, last), W::kSpecial);
 }
 
+// 16 weights of any magnitude. Not inline: few are, and all modes of a loop would have it.
+__attribute__((noinline)) inline void careful_weights(const uint8_t* p, float scale, float* to) {
+  store(to, W::decode(p));
+  for (int i = 0; i < kLanes; ++i) to[i] = careful_weight(p[i], to[i], scale);
+}
+#else
+// 32 weights of any magnitude, the first half with one scale, the other with another, in the order of `decode_fours`.
+// Not inline: few are, and all modes of a loop would have it.
+__attribute__((noinline)) inline void careful_weights(const uint8_t* p, float low, float high, float* to) {
+  for (int i = 0; i < 32; ++i) {
+    const uint32_t byte = p[i];
+    const float w = float_of((byte & 0x80) << 24 | (byte & 0x7F) << (23 - W::kMantissa));
+    to[i % 4 * kLanes + i / 4] = careful_weight(p[i], w, i < 16 ? low : high);
+  }
+}
+#endif
+
 // Read the scales of a row and say how to decode it.
 inline Mode read_scales(const Weight& w, int64_t row, int64_t blocks, float* to) {
   const int64_t begin = row / w.block_rows * w.down, across = w.across;
   float least = std::numeric_limits<float>::infinity(), most = 0;
   if (w.kind == kE8m0) {
     const uint8_t* const p = static_cast<const uint8_t*>(w.scale) + begin;
-    uint32_t low = 255, high = 0;
-    const auto read_all = [&](auto step) {  // in vectors where they lie side by side
-#pragma omp simd reduction(min : low) reduction(max : high)
-      for (int64_t b = 0; b < blocks; ++b) {
-        const uint32_t byte = p[b * step];
-        low = std::min(low, byte);
-        high = std::max(high, byte);
-        to[b] = float_of(byte << 23);
+    bool ordinary = true;
+    int64_t b = 0;
+    if (across == 1) {  // in vectors where they lie side by side
+      Words outside = all(uint32_t(0));
+      for (; b + kLanes <= blocks; b += kLanes) {
+        const Words byte = widened_bytes(p + b);
+        outside |= Words(byte - 28 >= kMost - 28);
+        store(to + b, float_of(byte << 23));
       }
-    };
-    if (across == 1) read_all(std::integral_constant<int64_t, 1>{});
-    else read_all(across);
-    if (low > 27 && high < kMost) return kExact;
-    for (int64_t b = 0; b < blocks; ++b) {
+      ordinary = !any(outside);
+    }
+    for (; b < blocks; ++b) {
+      const uint32_t byte = p[b * across];
+      ordinary &= byte > 27 && byte < kMost;
+      to[b] = float_of(byte << 23);
+    }
+    if (ordinary) return kExact;
+    for (b = 0; b < blocks; ++b) {
       const uint32_t byte = p[b * across];
       to[b] = byte == 255 ? kNone : byte == 0 ? 0x1p-127f : float_of(byte << 23);
     }
@@ -134,7 +163,10 @@ inline Mode read_scales(const Weight& w, int64_t row, int64_t blocks, float* to)
     most = std::max(most, std::fabs(to[b]));
   }
   if (!(least > 0x1p-100f && most < float_of(kMost << 23))) return kCareful;
-  return w.kind == kPow2 ? kExact : kRounded;
+  if (w.kind == kPow2 || !X::rounds) return kExact;
+  bool once = most * 0x1p16f < float_of(kMost << 23);
+  for (int64_t b = 0; b < blocks && once; ++b) once = rounds_once(to[b]);
+  return once ? kRounded : kRoundedTwice;
 }
 
 // Bytes in float32's places may be subnormal: a thread that takes those for zero (`torch.set_flush_denormal`) reads
@@ -150,16 +182,23 @@ struct Rows {
   ReadsSubnormal subnormal;
 
 #if defined(WIDE)
-  template <Mode mode, int rows, class Use>
-  INLINE void run(const Weight& w, const uint8_t* const* row, const float* const* of_row, const Use& use) {
+  template <Mode mode, bool, int rows, class Use>
+  INLINE bool run(const Weight& w, const uint8_t* const* row, const float* const* of_row, const Use& use) {
     const int64_t K = w.K, full = K / kLanes * kLanes, L = w.block_columns;
+    const auto use_16 = [&](int64_t k, auto r, const uint8_t* p, Floats v, Floats s, float f) INLINE {
+      if constexpr (mode == kCareful) {
+        float found[kLanes];
+        careful_weights(p, f, found);
+        use(k, r, load(found));
+      } else {
+        use(k, r, weight_of<mode>(v, s));
+      }
+    };
     for (int64_t begin = 0, b = 0; begin < full; begin += L, ++b) {
       Floats s[rows];
       each_row<rows>([&](auto r) INLINE { s[r] = all(of_row[r][b] * W::kFactor); });
       const int64_t end = std::min(begin + L, full);
-      const auto use_one = [&](int64_t k, auto r, Floats v) INLINE {
-        use(k, r, weight_of<mode>(v, s[r], [&](int i) { return row[r][k + i]; }, [&](int) { return of_row[r][b]; }));
-      };
+      const auto use_one = [&](int64_t k, auto r, Floats v) INLINE { use_16(k, r, row[r] + k, v, s[r], of_row[r][b]); };
       int64_t k = begin;
       for (; k + 2 * kLanes <= end; k += 2 * kLanes)
         each_row<rows>([&](auto r) INLINE {
@@ -171,28 +210,34 @@ struct Rows {
         });
       for (; k < end; k += kLanes) each_row<rows>([&](auto r) INLINE { use_one(k, r, W::decode(row[r] + k)); });
     }
-    if (full == K) return;
+    if (full == K) return false;
     each_row<rows>([&](auto r) INLINE {
       uint8_t last[16] = {};
       std::memcpy(last, row[r] + full, K - full);
       const float f = of_row[r][full / L];
-      use(full, r,
-          weight_of<mode>(
-              W::decode(last), all(f * W::kFactor), [&](int i) { return last[i]; }, [&](int) { return f; }));
+      use_16(full, r, last, W::decode(last), all(f * W::kFactor), f);
     });
+    return false;
   }
 #else
-  template <Mode mode, int rows, class Use>
-  INLINE void run(const Weight& w, const uint8_t* const* row, const float* const* of_row, const Use& use) {
+  // same: the rows have the same scales. Returns whether a NaN or infinity was among the weights, which only kCareful
+  // decodes.
+  template <Mode mode, bool same, int rows, class Use>
+  INLINE bool run(const Weight& w, const uint8_t* const* row, const float* const* of_row, const Use& use) {
     const int64_t K = w.K, full = K / 32 * 32, L = w.block_columns;
+    Register largest = no_bytes();  // magnitudes: NaN, and infinity, have the largest
     const auto use_32 = [&](int64_t k, auto r, const uint8_t* p, float low, float high, Floats s) INLINE {
-      Floats found[4];
-      decode_fours<W::kMantissa>(p, found);
+      if constexpr (mode == kCareful) {
+        float found[32];
+        careful_weights(p, low, high, found);
+        for (int i = 0; i < 4; ++i) use(k + i * kLanes, r, load(found + i * kLanes));
+      } else {
+        Floats found[4];
+        decode_fours<W::kMantissa>(p, found);
+        largest = larger_magnitudes(largest, p);
 #pragma GCC unroll 4
-      for (int i = 0; i < 4; ++i)
-        use(k + i * kLanes, r,
-            weight_of<mode>(
-                found[i], s, [&](int j) { return p[4 * j + i]; }, [&](int j) { return 4 * j + i < 16 ? low : high; }));
+        for (int i = 0; i < 4; ++i) use(k + i * kLanes, r, weight_of<mode>(found[i], s));
+      }
     };
     const auto use_two_blocks = [&](int64_t k, auto r, const uint8_t* p) INLINE {
       const float low = of_row[r][k / L], high = of_row[r][std::min(k + 16, K - 1) / L];
@@ -202,42 +247,57 @@ struct Rows {
       for (int64_t k = 0; k < full; k += 32) each_row<rows>([&](auto r) INLINE { use_two_blocks(k, r, row[r] + k); });
     } else {
       for (int64_t begin = 0, b = 0; begin < full; begin += L, ++b) {
-        float one[rows];
-        Floats s[rows];
-        each_row<rows>([&](auto r) INLINE { one[r] = of_row[r][b], s[r] = all(one[r] * W::kFactor); });
+        constexpr int scales = same ? 1 : rows;
+        Floats s[scales];
+        each_row<scales>([&](auto r) INLINE { s[r] = all(of_row[r][b] * W::kFactor); });
         for (int64_t k = begin; k < std::min(begin + L, full); k += 32)
           each_row<rows>([&](auto r) INLINE {
             soon(row[r] + k + rows * w.stride);
-            use_32(k, r, row[r] + k, one[r], one[r], s[r]);
+            use_32(k, r, row[r] + k, of_row[r][b], of_row[r][b], s[same ? 0 : int(r)]);
           });
       }
     }
-    if (full == K) return;
-    each_row<rows>([&](auto r) INLINE {
-      uint8_t last[32] = {};
-      std::memcpy(last, row[r] + full, K - full);
-      use_two_blocks(full, r, last);
-    });
+    if (full < K)
+      each_row<rows>([&](auto r) INLINE {
+        uint8_t last[32] = {};
+        std::memcpy(last, row[r] + full, K - full);
+        use_two_blocks(full, r, last);
+      });
+    return any_at_least(largest, W::kSpecial);
   }
 #endif
 
-  template <int rows, class Use>
-  INLINE void decode(const Weight& w, int64_t n, int64_t N, const Use& use) {
-    const int64_t blocks = (w.K + w.block_columns - 1) / w.block_columns;
+  template <int rows, class Restart, class Use>
+  INLINE void decode(const Weight& w, int64_t n, int64_t N, const Restart& restart, const Use& use) {
+    const int64_t blocks = (w.K + w.block_columns - 1) / w.block_columns, end = std::min(n + rows, N) - 1;
     scale.resize(rows * blocks);
     const uint8_t* row[rows];
     const float* of_row[rows];
+    // Rows that are decoded to be multiplied several times, two of them, take little of the time.
+    const bool same = rows > 2 && n / w.block_rows == end / w.block_rows;
     Mode mode = kExact;
     for (int r = 0; r < rows; ++r) {
-      const int64_t at = std::min(n + r, N - 1);
+      const int64_t at = std::min(n + r, end);
       row[r] = w.data + at * w.stride;
-      of_row[r] = scale.data() + r * blocks;
-      mode = std::max(mode, read_scales(w, at, blocks, scale.data() + r * blocks));
+      of_row[r] = scale.data() + (same ? 0 : r * blocks);
+      if (r == 0 || !same) mode = std::max(mode, read_scales(w, at, blocks, scale.data() + r * blocks));
+#if defined(WIDE)
       if (any_special(row[r], w.K)) mode = kCareful;
+#endif
     }
-    if (mode == kExact) return run<kExact, rows>(w, row, of_row, use);
-    if (mode == kRounded) return run<kRounded, rows>(w, row, of_row, use);
-    run<kCareful, rows>(w, row, of_row, use);
+    if (mode == kRounded && !same) mode = kRoundedTwice;
+    if constexpr (rows > 2) {
+      if (mode == kExact && same && !run<kExact, true, rows>(w, row, of_row, use)) return;
+      if constexpr (X::rounds) {
+        if (mode == kRounded && !run<kRounded, true, rows>(w, row, of_row, use)) return;
+        if (mode == kRoundedTwice && same && !run<kRoundedTwice, true, rows>(w, row, of_row, use)) return;
+      }
+    }
+    if (mode == kExact && !same && !run<kExact, false, rows>(w, row, of_row, use)) return;
+    if constexpr (X::rounds)
+      if (mode == kRoundedTwice && !same && !run<kRoundedTwice, false, rows>(w, row, of_row, use)) return;
+    if (mode != kCareful) restart();
+    run<kCareful, false, rows>(w, row, of_row, use);
   }
 };
 
@@ -282,8 +342,8 @@ struct Tables {
 struct Rows {
   const float* table;
 
-  template <int rows, class Use>
-  INLINE void decode(const Weight& w, int64_t n, int64_t N, const Use& use) {
+  template <int rows, class Restart, class Use>
+  INLINE void decode(const Weight& w, int64_t n, int64_t N, const Restart&, const Use& use) {
     const int64_t K = w.K, blocks = (K + 15) / 16;
     const uint8_t *row[rows], *scale[rows];
     for (int r = 0; r < rows; ++r) {

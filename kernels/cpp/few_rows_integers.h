@@ -176,8 +176,8 @@ struct Rows {
     }
   }
 
-  template <int rows, class Use>
-  INLINE void decode(const Weight& w, int64_t n, int64_t N, const Use& use) {
+  template <int rows, class Restart, class Use>
+  INLINE void decode(const Weight& w, int64_t n, int64_t N, const Restart&, const Use& use) {
     static_assert(rows == kRows, "scales and zero points of more take the registers of the sums");
     const int64_t blocks = (w.K + w.block_columns - 1) / w.block_columns;
     scale.resize(kRows * blocks);

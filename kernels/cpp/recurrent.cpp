@@ -69,9 +69,8 @@ struct Forward {
       product(
           K, V_,
           [&](int64_t r, int64_t c, Sums& sums) INLINE { add(decayed.get(), 1, K, u.get(), V_, r, c, 0, rows, sums); },
-          [&](int64_t r, int64_t c, Sums& sums) INLINE {
-            put_decayed_rows(state.get(), V_, r, c, decay.passed.get(), sums);
-          });
+          [&](int64_t r, int64_t c, Sums& sums)
+              INLINE { put_decayed_rows(state.get(), V_, r, c, decay.passed.get(), sums); });
     }
     for (int64_t c = 0; c < s.K; ++c) std::copy_n(state.get() + c * V_, s.V, behind + (own * s.K + c) * s.V);
   }
@@ -148,9 +147,8 @@ struct Backward {
       product(
           V_, K,
           [&](int64_t r, int64_t c, Sums& sums) INLINE { add(u.get(), 1, V_, decayed.get(), K, r, c, 0, rows, sums); },
-          [&](int64_t r, int64_t c, Sums& sums) INLINE {
-            put_decayed_columns(next, K, r, c, decay.passed.get(), sums);
-          });
+          [&](int64_t r, int64_t c, Sums& sums)
+              INLINE { put_decayed_columns(next, K, r, c, decay.passed.get(), sums); });
       state = next;
     }
   }
@@ -201,8 +199,7 @@ struct Backward {
             for (int i = 0; i < kTall; ++i)
               for (int w = 0; w < 2; ++w) {
                 const int64_t column = c + w * kLanes;
-                sums[i][w] =
-                    mul(sums[i][w], leaves ? decay.left_at(r + i, column) : decay.entered_at(r + i, column));
+                sums[i][w] = mul(sums[i][w], leaves ? decay.left_at(r + i, column) : decay.entered_at(r + i, column));
               }
             if (factors != nullptr) times(factors + r, sums);
           },
@@ -229,8 +226,8 @@ struct Backward {
         scale_rows(x.get() + i * K, 1, K, beta + i);
         for (int64_t c = 0; c < s.K; ++c) of_k[c] += x[i * K + c];
       }
-      decay.gradient(q.get() + i * K, dq.get() + i * K, key, corrects ? x.get() + i * K : nullptr, y.get() + i * K,
-                     s.K, to.g + at_g + i * s.H * of_g);
+      decay.gradient(q.get() + i * K, dq.get() + i * K, key, corrects ? x.get() + i * K : nullptr, y.get() + i * K, s.K,
+                     to.g + at_g + i * s.H * of_g);
       for (int64_t c = 0; c < s.K; ++c) of_k[c] += y[i * K + c], to.q[at_q + i * of_keys + c] += dq[i * K + c];
     }
 
@@ -242,9 +239,8 @@ struct Backward {
           add(q.get(), 1, K, dy.get(), V_, r, c, 0, rows, sums);
           if (corrects) add(k.get(), 1, K, dr.get(), V_, r, c, 0, rows, sums);
         },
-        [&](int64_t r, int64_t c, Sums& sums) INLINE {
-          put_decayed_rows(dstate.get(), V_, r, c, decay.passed.get(), sums);
-        });
+        [&](int64_t r, int64_t c, Sums& sums)
+            INLINE { put_decayed_rows(dstate.get(), V_, r, c, decay.passed.get(), sums); });
   }
 };
 

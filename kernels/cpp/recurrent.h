@@ -160,8 +160,8 @@ INLINE inline void multiply_pairs(const float* a, int64_t width, const float* b,
     }
 }
 
-// B rows, T tokens, H heads of v, `shared` of which have one head of q and k; K and V channels; M documents; by_channel:
-// whether each channel of keys has a decay
+// B rows, T tokens, H heads of v, `shared` of which have one head of q and k; K and V channels; M documents;
+// by_channel: whether each channel of keys has a decay
 struct Shape {
   int64_t B, T, H, shared, K, V, M, by_channel;
   float scale;

@@ -7,9 +7,10 @@
 #if !defined(__SHA__) || !defined(__SSE4_1__)
 #error the processor has no instructions for SHA-256
 #endif
-#include <immintrin.h>
 #include <cstdint>
 #include <cstring>
+
+#include "intrinsics.h"
 
 namespace te_models {
 

@@ -7,9 +7,8 @@
 #pragma once
 
 #if defined(__AVX2__)
-#include <immintrin.h>
+#include "intrinsics.h"
 #endif
-
 #include "numbers.h"
 
 namespace te_models {
@@ -199,6 +198,13 @@ INLINE inline Floats fma(Floats a, Floats b, Floats c) {
   return _mm256_fmadd_ps(a, b, c);
 #endif
 }
+INLINE inline Floats fnma(Floats a, Floats b, Floats c) {  // c - a * b
+#if defined(WIDE)
+  return _mm512_fnmadd_ps(a, b, c);
+#else
+  return _mm256_fnmadd_ps(a, b, c);
+#endif
+}
 INLINE inline Floats load(const float* p) { return load<Floats>(p); }
 INLINE inline Floats mul(Floats a, Floats b) { return a * b; }
 INLINE inline Floats sub(Floats a, Floats b) { return a - b; }
@@ -225,7 +231,7 @@ INLINE inline void soon(const void* p) { _mm_prefetch(static_cast<const char*>(p
 template <int rows = kRows, class F>
 INLINE inline void each_row(const F& f) {
   f(std::integral_constant<int, 0>{});
-  f(std::integral_constant<int, 1>{});
+  if constexpr (rows > 1) f(std::integral_constant<int, 1>{});
   if constexpr (rows == 4) {
     f(std::integral_constant<int, 2>{});
     f(std::integral_constant<int, 3>{});

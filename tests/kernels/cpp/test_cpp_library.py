@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from te_models.kernels import cpp_cache, cpp_library
-from te_models.kernels.machine import cache_folder
+from te_models.kernels.machine import cache_folder, instruction_sets
 
 CODE = Path(__file__).with_name("add.cpp")
 ADD = f"""
@@ -296,3 +296,15 @@ def test_a_compiler_is_not_looked_for_in_the_current_directory(tmp_path: Path, m
     file.write_text(f'#include <cstdint>\n#include "{CODE}"\n')
     assert cpp_library.function(file, {"ADDED": "1"}, "te_add", (ctypes.c_void_p,))
     assert not (tmp_path / "ran").exists()
+
+
+def test_a_library_reads_no_declarations_of_other_processors() -> None:
+    """All of <immintrin.h> takes GCC longer than most libraries."""
+    compiler = cpp_library._command()
+    said = subprocess.run([compiler[0], "--version"], capture_output=True, text=True, check=True).stdout
+    if "Free Software Foundation" not in said:
+        pytest.skip(f"{compiler[0]} is not GCC")
+    command = (*compiler, "-DINPUT=BFloat16", "-M", str(cpp_library.FOLDER / "gemv.cpp"))
+    read = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert ("avx2intrin.h" in read) == ("avx2" in instruction_sets())
+    assert ("avx512fintrin.h" in read) == ("avx512f" in instruction_sets())

@@ -111,9 +111,12 @@ def test_each_weight_is_exactly_its_dequantized_value(
             assert torch.equal(found, values[:, begin : begin + count].t()), (begin, count)
 
 
-@pytest.mark.sentinels("widest-0.7-fp8_dtype0", "widest-3e-39-fp8_dtype0")
+TO_A_TIE = float.fromhex("0x1.5733340000000p-12")  # 10 times it is above the middle of two bfloat16, as float32 on it
+
+
+@pytest.mark.sentinels("widest-0.7-fp8_dtype0", "widest-3e-39-fp8_dtype0", f"widest-{TO_A_TIE}-fp8_dtype0")
 @pytest.mark.parametrize("fp8_dtype", (E4M3, E5M2))
-@pytest.mark.parametrize("scale", (0.7, 300.0, 2.0**-20, 3e-39, 2.0**121))
+@pytest.mark.parametrize("scale", (0.7, 300.0, 3e-4, TO_A_TIE, 2.0**-20, 3e-39, 2.0**121))
 def test_every_byte_is_decoded(instructions: None, fp8_dtype: torch.dtype, scale: float) -> None:
     data = torch.arange(256, dtype=torch.uint8).repeat(256, 1).view(fp8_dtype)
     operand = ScaledOperand(data, torch.tensor(scale), "per_tensor")
