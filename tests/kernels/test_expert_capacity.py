@@ -46,8 +46,7 @@ def test_every_expert_has_exactly_its_capacity_of_rows(tokens: int, topk: int, e
     rows = max(experts * capacity, tokens * topk)
     assert order.slot_of_row.shape == (rows,) and order.rows_per_expert.tolist() == [capacity] * experts
     assert order.tokens_per_expert.tolist() == [int((indices[kept] == e).sum()) for e in range(experts)]
-    slots = torch.arange(tokens * topk)
-    assert torch.equal(order.slot_of_row[order.row_of_slot.flatten()], slots)
+    assert torch.equal(order.slot_of_row[order.row_of_slot.flatten()], torch.arange(tokens * topk))
     assert order.padding_rows is not None
     everything = torch.cat([order.row_of_slot.flatten(), order.padding_rows])
     assert torch.equal(everything.sort().values, torch.arange(rows))

@@ -1,5 +1,4 @@
-"""Eager norms and activations on a CPU keep their inputs for the backward pass and nothing else, with the bits that
-autograd finds when it keeps everything, under every kind of derivative."""
+"""Eager norms and activations on a CPU keep only their inputs, with the bits of autograd under every derivative."""
 
 from collections.abc import Callable
 

@@ -189,8 +189,7 @@ def test_impossible_choices_are_refused(arguments: dict, says: str) -> None:
 
 
 def test_load_balancing_loss_is_one_when_even_and_e_when_collapsed() -> None:
-    even = torch.full((8, 4), 0.25)
-    assert load_balancing_loss(even, torch.arange(8)[:, None] % 4).item() == 1.0
+    assert load_balancing_loss(torch.full((8, 4), 0.25), torch.arange(8)[:, None] % 4).item() == 1.0
     collapsed = torch.zeros(8, 4)
     collapsed[:, 1] = 1.0
     assert load_balancing_loss(collapsed, torch.ones(8, 1, dtype=torch.int64)).item() == 4.0

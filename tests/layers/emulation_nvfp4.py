@@ -47,8 +47,7 @@ def quantize(x: np.ndarray, rows: int = 1, bits: np.ndarray | None = None) -> Pa
 
 
 def four_over_six(x: np.ndarray, rows: int, e4m3_max: int, squares: bool) -> Packed:
-    """Quantize blocks of rows x 16 with the better of two scales (arXiv 2512.02010): the largest value at 6, or at 4.
-    Errors are float32: 16 columns in their order, then rows by halves."""
+    """The better of two scales (arXiv 2512.02010); errors are float32: 16 columns in their order, rows by halves."""
     f32, block = np.float32, (rows, 16)
     amax = np.abs(x).max().astype(f32)
     with np.errstate(over="ignore", divide="ignore", invalid="ignore"):

@@ -32,8 +32,7 @@ def graphs() -> int:
 
 
 def compute_the_loss_as_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Eagerly on CPU the loss is summed a few rows at a time, in float32 roundings of its own. Everything else of a
-    model is the same bits eager and traced, which a test can only see where the loss is computed alike."""
+    """Compute the loss alike: eagerly it is summed a few rows at a time; all else is the same bits eager and traced."""
 
     def total(logits: Tensor, labels: Tensor) -> Tensor:
         return nn.functional.cross_entropy(logits.float(), labels, ignore_index=IGNORE_INDEX, reduction="sum")

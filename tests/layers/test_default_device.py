@@ -1,5 +1,4 @@
-"""Torch's default device is where a user makes tensors without saying where: what works on tensors that are there gives
-the same under any, the meta device included. `pytest --default-device meta` asks whole suites."""
+"""What works on tensors that are there gives the same under any default device; `pytest --default-device meta`."""
 
 from collections.abc import Callable, Iterator
 

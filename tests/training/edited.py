@@ -161,8 +161,7 @@ def _rename(name: str) -> Callable[[dict[str, torch.Tensor]], object]:
 
 
 def file_cases(folder: Path, other: Path) -> Iterator[Case]:
-    """Yield changes of whole files, each removed, cut, emptied, replaced by something else or by that of another
-    checkpoint; the manifest stays as it is."""
+    """Yield whole files removed, cut, emptied or replaced, with the manifest as it is."""
     files = sorted(file.relative_to(folder) for file in folder.rglob("*") if file.is_file())
 
     def cut(name: Path, size: int, where: Path) -> None:

@@ -102,8 +102,7 @@ def assert_continues_as(cut: training.TrainConfig, whole: training.TrainConfig) 
     assert curve(cut) == curve(whole)
     one, two = Path(whole.output_dir), Path(cut.output_dir)
     assert_same_bits(tensors_under(two / "final"), tensors_under(one / "final"))
-    last = (tensors_under(training.latest_checkpoint(folder)) for folder in (two, one))
-    assert_same_bits(*last)
+    assert_same_bits(*(tensors_under(training.latest_checkpoint(folder)) for folder in (two, one)))
 
 
 def tensors_under(folder: Path) -> dict[str, torch.Tensor]:

@@ -7,19 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from te_models import GPTModel
+from te_models import GPTModel, training
 from te_models.config import ConfigError
-from te_models.training import (
-    CheckpointConfig,
-    EvaluationConfig,
-    ModelSource,
-    OptimizerConfig,
-    ScheduleConfig,
-    TrainConfig,
-    latest_checkpoint,
-    loop,
-    train,
-)
 from tests.training.child import run_until_killed
 from tests.training.edited import edit_values, make_version_1
 from tests.training.ranks.test_expert_ranks import train_and_resume
@@ -28,14 +17,14 @@ from tests.training.runs import assert_same_bits, balanced_model, curve, rows_of
 RATE = "moe_router_bias_update_rate"
 
 
-def run_of(tmp_path: Path, name: str, rate: float, *, accumulation: int = 2, **changes: Any) -> TrainConfig:
-    optimizer = OptimizerConfig(lr=1e-3, moe_router_bias_update_rate=rate, **changes.pop("optimizer", {}))
-    values = {"model": ModelSource(config=balanced_model()), "steps": 4} | changes
+def run_of(tmp_path: Path, name: str, rate: float, *, accumulation: int = 2, **changes: Any) -> training.TrainConfig:
+    optimizer = training.OptimizerConfig(lr=1e-3, moe_router_bias_update_rate=rate, **changes.pop("optimizer", {}))
+    values = {"model": training.ModelSource(config=balanced_model()), "steps": 4} | changes
     config = tiny_run(tmp_path, name, optimizer=optimizer, **values)
     return config.replace(data=config.data.replace(gradient_accumulation=accumulation))
 
 
-def loads(config: TrainConfig) -> list[float]:
+def loads(config: training.TrainConfig) -> list[float]:
     return [row["max_expert_load"] for row in rows_of(config)]
 
 
@@ -57,15 +46,17 @@ def save_unbalanced(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_experts_of_an_unbalanced_router_share_the_tokens(tmp_path: Path) -> None:
-    """Two of eight experts have every token, four times the mean, and keep them without the bias; the loss is the
-    same."""
+    """Without the bias two of eight experts have, and keep, every token, four times the mean; the loss is the same."""
     save_unbalanced(tmp_path / "start")
     runs = []
     for rate in (0.0, 0.005):
-        changes = {"model": ModelSource(path=str(tmp_path / "start")), "checkpoint": CheckpointConfig(every=0)}
+        changes = {
+            "model": training.ModelSource(path=str(tmp_path / "start")),
+            "checkpoint": training.CheckpointConfig(every=0),
+        }
         config = run_of(tmp_path, f"{rate}", rate, steps=200, accumulation=1, **changes)
         config = config.replace(data=config.data.replace(micro_batch_size=4))
-        runs.append((train(config), sum(loads(config)[-20:]) / 20, loads(config)[0]))
+        runs.append((training.train(config), sum(loads(config)[-20:]) / 20, loads(config)[0]))
     (plain, before, first), (balanced, after, _) = runs
     assert first > 3.9 and before > 3.9 and after < 2.8
     assert balanced.loss == pytest.approx(plain.loss, rel=0.01)
@@ -73,11 +64,11 @@ def test_experts_of_an_unbalanced_router_share_the_tokens(tmp_path: Path) -> Non
 
 @pytest.mark.slow
 def test_a_run_continues_with_its_biases(tmp_path: Path) -> None:
-    config = run_of(tmp_path, "run", 0.01, evaluation=EvaluationConfig(every=1, batches=1))
-    train(config)
+    config = run_of(tmp_path, "run", 0.01, evaluation=training.EvaluationConfig(every=1, batches=1))
+    training.train(config)
     again = config.replace(output_dir=str(tmp_path / "again"))
     run_until_killed(again, "step", 3)
-    train(again)
+    training.train(again)
     assert curve(again) == curve(config) and loads(again) == loads(config)
     one, two = Path(config.output_dir), Path(again.output_dir)
     assert_same_bits(tensors_under(two / "final"), tensors_under(one / "final"))
@@ -93,7 +84,7 @@ def test_a_run_continues_with_its_biases(tmp_path: Path) -> None:
 def test_distributed_experts_are_balanced_as_on_one_rank(tmp_path: Path) -> None:
     """And continue bit for bit, from biases that moved."""
     alone = run_of(tmp_path, "alone", 0.01, accumulation=2, steps=3)
-    train(alone)
+    training.train(alone)
     together = run_of(tmp_path, "together", 0.01, accumulation=1, steps=3)
     train_and_resume(together, 2, tmp_path)
     assert loads(together) == loads(alone)
@@ -106,7 +97,7 @@ def test_activation_checkpointing_counts_once(tmp_path: Path) -> None:
     plain = run_of(tmp_path, "plain", 0.01)
     again = run_of(tmp_path, "again", 0.01, model=plain.model.replace(activation_checkpointing=True))
     for config in (plain, again):
-        train(config)
+        training.train(config)
     assert loads(again) == loads(plain)
     assert_same_bits(tensors_under(Path(again.output_dir) / "final"), tensors_under(Path(plain.output_dir) / "final"))
 
@@ -128,10 +119,10 @@ def test_a_skipped_step_moves_no_bias(tmp_path: Path, monkeypatch: pytest.Monkey
         biases = [layer.mlp.router.expert_bias.clone() for layer in model.decoder.layers[1:]]
         seen.append((rate, counts.sum(-1).tolist(), biases))
 
-    real, real_update, seen = loop.train_step, loop.move_expert_bias, []
-    monkeypatch.setattr(loop, "train_step", step)
-    monkeypatch.setattr(loop, "move_expert_bias", update)
-    train(config)
+    real, real_update, seen = training.loop.train_step, training.loop.move_expert_bias, []
+    monkeypatch.setattr(training.loop, "train_step", step)
+    monkeypatch.setattr(training.loop, "move_expert_bias", update)
+    training.train(config)
     rows = rows_of(config)
     assert [row.get("skipped", False) for row in rows] == [True, False]
     (first, tokens, still), (second, again, moved) = seen
@@ -141,23 +132,23 @@ def test_a_skipped_step_moves_no_bias(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_the_rate_is_checked_and_part_of_the_run(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=f"optimizer.{RATE} is -0.001; allowed: zero or a positive number"):
-        OptimizerConfig(moe_router_bias_update_rate=-1e-3)
+        training.OptimizerConfig(moe_router_bias_update_rate=-1e-3)
     config = run_of(tmp_path, "run", 0.01, steps=2)
-    train(config)
+    training.train(config)
     with pytest.raises(ConfigError, match=f"cannot continue from step 2: optimizer.{RATE} differ"):
-        train(run_of(tmp_path, "run", 0.02))
+        training.train(run_of(tmp_path, "run", 0.02))
     # a checkpoint of before there was a rate, which is one without a manifest
-    checkpoint = latest_checkpoint(Path(config.output_dir))
+    checkpoint = training.latest_checkpoint(Path(config.output_dir))
     make_version_1(checkpoint)
     edit_values(checkpoint, lambda values: values["config"]["optimizer"].pop(RATE))
     with pytest.warns(UserWarning, match="is a checkpoint of an earlier release"):
-        assert train(run_of(tmp_path, "run", 0.02, schedule=ScheduleConfig(extend="hold"))).step == 4
+        assert training.train(run_of(tmp_path, "run", 0.02, schedule=training.ScheduleConfig(extend="hold"))).step == 4
 
 
 def test_the_load_of_every_layer_of_experts_is_in_the_metrics(tmp_path: Path) -> None:
     config = tiny_run(tmp_path, moe=True, steps=2)
     limited = config.model.config.replace(moe=config.model.config.moe.replace(moe_expert_capacity_factor=0.5))
-    train(config.replace(model=ModelSource(config=limited)))
+    training.train(config.replace(model=training.ModelSource(config=limited)))
     for row in rows_of(config):
         experts = row["experts"]
         assert all(1 <= load <= 4 for load in experts["max_load"]) and row["max_expert_load"] == max(
@@ -169,5 +160,5 @@ def test_the_load_of_every_layer_of_experts_is_in_the_metrics(tmp_path: Path) ->
             choices / 2 <= n < choices for n in experts["dropped_tokens"]
         )
     dense = tiny_run(tmp_path, "dense", steps=1)
-    train(dense)
+    training.train(dense)
     assert not {"max_expert_load", "experts"} & rows_of(dense)[0].keys()

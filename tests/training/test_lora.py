@@ -1,5 +1,4 @@
-"""LoRA in a run: only adapters are trained, over plain and over stored quantized weights, a run resumes bit for bit,
-and the merged model equals the base with the adapter, for every kind of layer."""
+"""LoRA in a run: only adapters are trained, over any weights; runs resume, and merged models equal adapted ones."""
 
 from pathlib import Path
 from typing import Any
@@ -123,8 +122,7 @@ def test_only_adapters_have_optimizer_state(tmp_path: Path) -> None:
 
 
 def test_an_adapter_of_all_rows_is_not_continued_as_one_of_a_part(tmp_path: Path) -> None:
-    """An earlier release took q_proj for the whole layer: what its checkpoints have of k and v would be merged, unseen
-    in training."""
+    """An earlier release took q_proj for the whole layer: what it has of k and v would be merged without training."""
     from te_models.training.checkpoints.checks import TrainingCheckpointError
     from te_models.training.lora import Adapters
 

@@ -1,5 +1,4 @@
-"""Our flash attention on a CPU: within derived bounds of attention in float64, forward and backward, and served where
-it can be and nowhere else."""
+"""Our flash attention on a CPU: within derived bounds of float64, forward and backward, and only where it can be."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -97,8 +96,7 @@ def check(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> None:
     dp, delta = dy @ values.mT, (dy * exact).sum(-1, keepdim=True)
     ds = scale * p * (dp - delta)
     of_delta = (dy.abs() * (of_out + rounding * exact.abs())).sum(-1, keepdim=True)
-    magnitude = dy.abs() @ values.abs().mT + delta.abs()
-    of_ds = rounding * ds.abs() + scale * p * (of_delta + 4 * small * magnitude)
+    of_ds = rounding * ds.abs() + scale * p * (of_delta + 4 * small * (dy.abs() @ values.abs().mT + delta.abs()))
     assert_within(dv, of_groups(p.mT @ dy), of_groups(rounding * p.mT @ dy.abs()))
     assert_within(dq.transpose(1, 2), ds @ keys, of_ds @ keys.abs())
     assert_within(dk, of_groups(ds.mT @ queries), of_groups(of_ds.mT @ queries.abs()))

@@ -107,8 +107,7 @@ def test_kernels_compute_the_definition(queries: int, case: str) -> None:
 @pytest.mark.parametrize("case", ["causal", "all", "window"])
 @pytest.mark.parametrize("queries", [S, 170, 5])
 def test_tables_of_blocks_are_those_of_the_mask(queries: int, case: str) -> None:
-    """Torch makes them of the whole mask. A block that ours calls partly seen may be seen by nobody: between documents
-    of one block of queries; and one seen whole may be called partly seen in the last block."""
+    """Ours may call a block partly seen that nobody sees, between documents, or that is whole, in the last block."""
     seen = visible(queries, OPTIONS[case].get("causal", True), OPTIONS[case].get("window"))
     mask = block_mask_of(*intervals(queries, **OPTIONS[case]), S)
     torchs = flex.create_block_mask(lambda b, _, i, j: seen[b, i, j], 2, None, queries, S, device="cpu")

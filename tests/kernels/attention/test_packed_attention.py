@@ -1,5 +1,4 @@
-"""Attention within documents equals attention under their mask, forms no [S, S] tensor, and one graph serves every
-boundary."""
+"""Attention within documents equals attention under their mask without an [S, S] tensor; one graph for all bounds."""
 
 from typing import Any
 

@@ -285,8 +285,7 @@ def _within(x: Tensor, g: Generator) -> Tensor:
 
 def _offset(x: Tensor, g: Generator) -> Tensor:
     """Return x one element into its memory."""
-    memory = x.new_empty(x.numel() + 1)
-    return memory[1:].view(x.shape).copy_(x)
+    return x.new_empty(x.numel() + 1)[1:].view(x.shape).copy_(x)
 
 
 def _in_inference(x: Tensor, g: Generator) -> Tensor:

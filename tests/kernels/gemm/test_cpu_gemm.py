@@ -19,6 +19,7 @@ from te_models.kernels.cross_entropy import linear_cross_entropy
 from te_models.kernels.gemm import cpu, cpu_gemm, linear, linear_accumulating, matmul, set_cpu_gemm, using_cpu_gemm
 from te_models.kernels.gemm.float32 import FEW_ROWS, float32_product, gemm_float32
 from te_models.kernels.grouped_gemm import grouped_gemm, grouped_gemm_wgrad
+from tests.compare import refused
 
 SPLITS = torch.tensor([5, 0, 9])
 
@@ -120,14 +121,6 @@ def test_what_is_saved_for_the_backward_pass_stays_sixteen_bit(compiled: bool) -
     assert saved and {t.dtype for t in saved if t.dim() > 1} == {torch.bfloat16}
 
 
-def test_pieces_of_a_large_weight_give_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    with using_cpu_gemm("float32"):
-        whole = linear_and_gradients(torch.bfloat16)
-        monkeypatch.setattr("te_models.kernels.gemm.float32._PIECE", 300 * 16)
-        monkeypatch.setattr("te_models.kernels.gemm.float32._CACHED", 300 * 16)
-        torch.testing.assert_close(linear_and_gradients(torch.bfloat16), whole, rtol=2**-7, atol=2**-5)
-
-
 def test_no_piece_in_float32_is_larger_than_four_mebibytes() -> None:
     left, right, wanted = made(1030, 4100), made(4100, 1100, seed=3), []
 
@@ -193,11 +186,6 @@ def test_a_graph_that_is_the_first_to_multiply_makes_the_choice(choice: str, mon
     assert ("gemm_float32" in graph.code) == (choice == "float32")
 
 
-def test_unknown_settings_are_refused() -> None:
-    with pytest.raises(ValueError, match="the CPU GEMM is 'fp32'; allowed: auto, bf16, float32"):
-        set_cpu_gemm("fp32")
-
-
 def test_instruction_sets_decide_where_they_can(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("platform.machine", lambda: "x86_64")
     monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
@@ -238,6 +226,7 @@ def test_the_choice_holds_for_the_process() -> None:
     with using_cpu_gemm("bf16" if before == "float32" else "float32"):
         assert cpu_gemm() != before
     assert cpu_gemm() == before
+    refused(lambda: set_cpu_gemm("fp32"), "the CPU GEMM is 'fp32'; allowed: auto, bf16, float32")
 
 
 @pytest.mark.parametrize("rows", [2, 9, 300])

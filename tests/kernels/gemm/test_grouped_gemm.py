@@ -5,20 +5,11 @@ import torch
 import torch._dynamo.testing
 from torch import Tensor
 
+from te_models.kernels import grouped_gemm as gg
 from te_models.kernels.custom_op import flatten
 from te_models.kernels.gemm import ScaledOperand
 from te_models.kernels.gemm import backends as backends
 from te_models.kernels.gemm.backends import DeviceCapability
-from te_models.kernels.grouped_gemm import (
-    ROW_ALIGNMENT,
-    explain_grouped_gemm,
-    grouped_gemm,
-    grouped_gemm_wgrad,
-    scaled,
-    scaled_grouped_gemm,
-    scaled_grouped_gemm_wgrad,
-    scaled_grouped_gemm_wgrad_accumulate_,
-)
 from te_models.kernels.grouped_gemm.choice import choose_plain, choose_scaled
 from te_models.kernels.grouped_gemm.scaled import per_row
 from tests.compare import refused
@@ -36,7 +27,7 @@ def test_values_and_gradients(splits: list[int], tail: int, transpose: bool, dty
     rows, outer, inner = sum(splits) + tail, 12, 10
     a = normal(rows, inner if transpose else outer, seed=1, dtype=dtype).requires_grad_()
     b = normal(len(splits), outer, inner, seed=2, dtype=dtype).requires_grad_()
-    y = grouped_gemm(a, b, torch.tensor(splits), transpose)
+    y = gg.grouped_gemm(a, b, torch.tensor(splits), transpose)
     dy = normal(*y.shape, seed=3, dtype=dtype)
     da, db = torch.autograd.grad(y, (a, b), dy)
     for g, (begin, end) in enumerate(ranges(splits)):
@@ -52,14 +43,14 @@ def test_second_derivatives() -> None:
     a, b = (normal(*shape, seed=4, dtype=torch.float64).requires_grad_() for shape in ((6, 3), (2, 4, 3)))
     dy = normal(6, 4, seed=5, dtype=torch.float64).requires_grad_()
     splits = torch.tensor([4, 1])
-    assert torch.autograd.gradgradcheck(lambda a, b: grouped_gemm(a, b, splits), (a, b))
-    assert torch.autograd.gradcheck(lambda dy, a: grouped_gemm_wgrad(dy, a, splits), (dy, a))
+    assert torch.autograd.gradgradcheck(lambda a, b: gg.grouped_gemm(a, b, splits), (a, b))
+    assert torch.autograd.gradcheck(lambda dy, a: gg.grouped_gemm_wgrad(dy, a, splits), (dy, a))
 
 
 def test_splits_that_do_not_fit_are_errors() -> None:
     a, b = torch.ones(4, 3), torch.ones(2, 5, 3)
-    refused(lambda: grouped_gemm(a, b, torch.tensor([4, 2])), "m_splits add up to 6 rows, but the input has only 4")
-    refused(lambda: grouped_gemm(a, b, torch.tensor([4, -1])), "m_splits has a negative entry: -1")
+    refused(lambda: gg.grouped_gemm(a, b, torch.tensor([4, 2])), "m_splits add up to 6 rows, but the input has only 4")
+    refused(lambda: gg.grouped_gemm(a, b, torch.tensor([4, -1])), "m_splits has a negative entry: -1")
 
 
 def operands(formats: str, splits: list[int], tail: int, inner: int = 150) -> tuple[ScaledOperand, ScaledOperand]:
@@ -75,7 +66,7 @@ def test_quantized_rows(formats: str, splits: list[int], tail: int, dtype: torch
     left, right = operands(formats, splits, tail)
     count = torch.tensor(splits)
     # the emulation, and the backend that takes one scaled GEMM per group
-    for y in (scaled_grouped_gemm(left, right, count, dtype), scaled._loop(left, right, count, dtype, True)):
+    for y in (gg.scaled_grouped_gemm(left, right, count, dtype), gg.scaled._loop(left, right, count, dtype, True)):
         for g, (begin, end) in enumerate(ranges(splits)):
             assert_within(y[begin:end], exact_rows(left, begin, end, g, 1), exact(right)[g], roundings=2)
         assert not y[sum(splits) :].any()
@@ -85,14 +76,14 @@ def test_quantized_rows(formats: str, splits: list[int], tail: int, dtype: torch
 @pytest.mark.parametrize("formats", FORMATS)
 def test_quantized_weight_gradients(formats: str, groups: list[int]) -> None:
     (kind, block), _ = FORMATS[formats]
-    splits = [ROW_ALIGNMENT[kind] * size for size in groups]
-    rows, count = sum(splits) + ROW_ALIGNMENT[kind], torch.tensor(splits)
+    splits = [gg.ROW_ALIGNMENT[kind] * size for size in groups]
+    rows, count = sum(splits) + gg.ROW_ALIGNMENT[kind], torch.tensor(splits)
     left = quantized_rows(normal(rows, 18, seed=3), splits, kind, block, dim=0)
     right = quantized_rows(normal(rows, 33, seed=4), splits, kind, block, dim=0)
-    written = scaled_grouped_gemm_wgrad(left, right, count, torch.float32)
+    written = gg.scaled_grouped_gemm_wgrad(left, right, count, torch.float32)
     before = normal(len(splits), 18, 33, seed=5)
     added = before.clone()
-    scaled_grouped_gemm_wgrad_accumulate_(added, left, right, count)
+    gg.scaled_grouped_gemm_wgrad_accumulate_(added, left, right, count)
     for g, (begin, end) in enumerate(ranges(splits)):
         a, b = (exact_rows(side, begin, end, g, 0) for side in (left, right))
         check_wgrad(written[g], before[g], a, b, accumulate=False)
@@ -108,7 +99,7 @@ def test_nvfp4_rows() -> None:
     amax = torch.stack([p.amax for p in parts if p.amax is not None])
     left = ScaledOperand(data, scales.view(torch.float8_e4m3fn), "nvfp4", (1, 16), amax)
     right = quantized(normal(3, 10, 64, seed=9), "nvfp4", None)
-    y = scaled_grouped_gemm(left, right, torch.tensor(splits), torch.bfloat16)
+    y = gg.scaled_grouped_gemm(left, right, torch.tensor(splits), torch.bfloat16)
     for g, (begin, end) in enumerate(ranges(splits)):
         assert_within(y[begin:end], exact(parts[g])[: splits[g]], exact(right.member(g)), roundings=2)
 
@@ -150,42 +141,41 @@ def test_explanations_and_counts() -> None:
     backends.reset_gemm_counts()
     left, right = operands("pow2", [4, 4], 0)
     splits = torch.tensor([4, 4])
-    scaled_grouped_gemm(left, right, splits, torch.bfloat16)
+    gg.scaled_grouped_gemm(left, right, splits, torch.bfloat16)
     assert backends.gemm_counts() == {("scaled_grouped_gemm", "emulation"): 1, ("grouped_gemm", "loop"): 1}
-    assert explain_grouped_gemm(torch.ones(2, 2), torch.ones(1, 2, 2)).startswith(
+    assert gg.explain_grouped_gemm(torch.ones(2, 2), torch.ones(1, 2, 2)).startswith(
         "grouped_gemm runs as loop; not triton"
     )
-    text = explain_grouped_gemm(left, right)
+    text = gg.explain_grouped_gemm(left, right)
     assert text.startswith("scaled_grouped_gemm runs as emulation; not triton: it needs a CUDA device, this is cpu")
-    text = explain_grouped_gemm(left, left, torch.float32)
+    text = gg.explain_grouped_gemm(left, left, torch.float32)
     assert text.startswith("scaled_grouped_gemm_wgrad runs as emulation; not triton")
-    assert explain_grouped_gemm(torch.ones(2, 2), torch.ones(2, 2)).startswith("grouped_gemm_wgrad runs as loop")
-    refused(lambda: explain_grouped_gemm(left, torch.ones(2, 2, 2)), "one side is quantized and the other is not")
+    assert gg.explain_grouped_gemm(torch.ones(2, 2), torch.ones(2, 2)).startswith("grouped_gemm_wgrad runs as loop")
+    refused(lambda: gg.explain_grouped_gemm(left, torch.ones(2, 2, 2)), "one side is quantized and the other is not")
     with pytest.raises(ValueError, match="strict asks for a GEMM on the quantized numbers"):
-        scaled_grouped_gemm(left, right, splits, torch.bfloat16, strict=True)
+        gg.scaled_grouped_gemm(left, right, splits, torch.bfloat16, strict=True)
 
 
 def test_operands_that_do_not_fit_are_errors() -> None:
     left, right = operands("pow2", [4, 4], 0)
     splits = torch.tensor([4, 4])
     with pytest.raises(ValueError, match=r"takes rows \[T, K\] and weights \[G, N, K\]"):
-        scaled_grouped_gemm(left, right.member(0), splits, torch.bfloat16)
+        gg.scaled_grouped_gemm(left, right.member(0), splits, torch.bfloat16)
     square = quantized(normal(8, 150, seed=1), "pow2", (128, 128))
     with pytest.raises(ValueError, match="a block of several rows could span two groups"):
-        scaled_grouped_gemm(square, right, splits, torch.bfloat16)
+        gg.scaled_grouped_gemm(square, right, splits, torch.bfloat16)
     whole = quantized(normal(8, 150, seed=1), "per_tensor", None)
     with pytest.raises(ValueError, match=r"left\.scale_inv is \(\), but there is one per matrix: \(2,\)"):
-        scaled_grouped_gemm(whole, right, splits, torch.bfloat16)
+        gg.scaled_grouped_gemm(whole, right, splits, torch.bfloat16)
     with pytest.raises(ValueError, match="m_splits has 4, but groups of scaled rows are padded to a multiple of 128"):
-        scaled_grouped_gemm_wgrad(left, left, splits, torch.bfloat16)
+        gg.scaled_grouped_gemm_wgrad(left, left, splits, torch.bfloat16)
     with pytest.raises(ValueError, match=r"main_grad is \(2, 8, 7\), but the weight gradient is \(2, 8, 8\)"):
-        scaled_grouped_gemm_wgrad_accumulate_(torch.zeros(2, 8, 7), left, left, splits)
+        gg.scaled_grouped_gemm_wgrad_accumulate_(torch.zeros(2, 8, 7), left, left, splits)
 
 
 def test_rows_find_their_group_without_reading_the_splits() -> None:
     values = torch.tensor([1.0, 2.0, 3.0])
-    expected = [1.0, 1.0, 3.0, 0.0, 0.0]
-    assert per_row(values, torch.tensor([2, 0, 1]), 5).tolist() == expected
+    assert per_row(values, torch.tensor([2, 0, 1]), 5).tolist() == [1.0, 1.0, 3.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize("formats", FORMATS)
@@ -193,15 +183,15 @@ def test_the_operations_are_the_functions(formats: str) -> None:
     left, right = operands(formats, [4, 4], 1)
     splits = torch.tensor([4, 4])
     arguments = (*flatten(left), *flatten(right), splits, torch.bfloat16, True, False)
-    assert torch.equal(scaled._rows(*arguments), scaled_grouped_gemm(left, right, splits, torch.bfloat16))
+    assert torch.equal(gg.scaled._rows(*arguments), gg.scaled_grouped_gemm(left, right, splits, torch.bfloat16))
     (kind, block), _ = FORMATS[formats]
-    size = ROW_ALIGNMENT[kind]
+    size = gg.ROW_ALIGNMENT[kind]
     side = quantized_rows(normal(2 * size, 6, seed=1), [size, size], kind, block, dim=0)
     splits = torch.tensor([size, size])
     arguments = (torch.zeros(2, 6, 6), *flatten(side), *flatten(side), splits, True, False)
-    scaled._wgrad_accumulate_(*arguments)
+    gg.scaled._wgrad_accumulate_(*arguments)
     expected = torch.zeros(2, 6, 6)
-    scaled_grouped_gemm_wgrad_accumulate_(expected, side, side, splits)
+    gg.scaled_grouped_gemm_wgrad_accumulate_(expected, side, side, splits)
     assert torch.equal(arguments[0], expected)
 
 
@@ -216,8 +206,8 @@ def test_compiled_for_any_splits(backend: str) -> None:
     def run(
         left: ScaledOperand, columns: ScaledOperand, right: ScaledOperand, splits: Tensor, main_grad: Tensor
     ) -> Tensor:
-        scaled_grouped_gemm_wgrad_accumulate_(main_grad, columns, columns, splits)
-        return scaled_grouped_gemm(left, right, splits, torch.bfloat16)
+        gg.scaled_grouped_gemm_wgrad_accumulate_(main_grad, columns, columns, splits)
+        return gg.scaled_grouped_gemm(left, right, splits, torch.bfloat16)
 
     counter = torch._dynamo.testing.CompileCounterWithBackend(backend)
     compiled = torch.compile(run, fullgraph=True, dynamic=True, backend=counter)

@@ -54,28 +54,20 @@ def test_of_this_thread_and_of_backward_passes() -> None:
 
 
 def test_regions_end_in_any_order() -> None:
-    first, second = strict_gemms(), strict_gemms(False)
-    first.__enter__()
-    second.__enter__()
-    first.__exit__(None, None, None)
-    assert not refused()
-    second.__exit__(None, None, None)
-    assert not refused()
-    first, second = strict_gemms(), strict_gemms()
-    first.__enter__()
-    second.__enter__()
-    first.__exit__(None, None, None)
-    assert refused()
-    second.__exit__(None, None, None)
-    assert not refused()
+    for strict in (False, True):
+        first, second = strict_gemms(), strict_gemms(strict)
+        first.__enter__()
+        second.__enter__()
+        first.__exit__(None, None, None)
+        assert refused() == strict
+        second.__exit__(None, None, None)
+        assert not refused()
 
 
 def test_threads_count_together() -> None:
-    chosen = BackendChoice("another product in a test", "native")
-
     def count() -> None:
         for _ in range(500):
-            record_choice(chosen, strict=False)
+            record_choice(BackendChoice("another product in a test", "native"), strict=False)
 
     every = [threading.Thread(target=count) for _ in range(4)]
     for thread in every:

@@ -19,8 +19,7 @@ def normal(*shape: int, seed: int, dtype: torch.dtype = torch.bfloat16) -> Tenso
 
 def bound(before: Tensor, magnitudes: Tensor, rows: int, grad: torch.dtype) -> Tensor:
     """Products and sum in float32, the sum rounded to the gradient's dtype."""
-    product = (4 * rows + 2) * UNIT[torch.float32] * magnitudes
-    return product + UNIT[grad] * (before.abs() + magnitudes) + 1e-30
+    return (4 * rows + 2) * UNIT[torch.float32] * magnitudes + UNIT[grad] * (before.abs() + magnitudes) + 1e-30
 
 
 @pytest.mark.parametrize("grad", [torch.float32, torch.bfloat16])
@@ -78,8 +77,7 @@ def test_dense_real_sizes(shape: tuple[int, int, int], grad: torch.dtype, scaled
     dy, x = normal(rows, outer, seed=1).to(device), normal(rows, inner, seed=2).to(device)
     before = normal(outer, inner, seed=3, dtype=grad).to(device)
     main_grad = before.clone() if accumulate else torch.full_like(before, torch.nan)
-    scale = torch.tensor(0.37, device=device) if scaled else None
-    gemm_wgrad_accumulate_(main_grad, dy, x, accumulate, scale)
+    gemm_wgrad_accumulate_(main_grad, dy, x, accumulate, torch.tensor(0.37, device=device) if scaled else None)
     factor, start = 0.37 if scaled else 1.0, before.double() if accumulate else 0.0
     product = factor * (dy.double().t() @ x.double())
     error = (main_grad.double() - start - product).abs()

@@ -27,8 +27,7 @@ Tensors = dict[str, Tensor]
 
 
 def values(shape: tuple[int, int], dtype: torch.dtype, seed: int) -> Tensor:
-    """Return numbers that no library of random numbers or of functions has a say in: sign, exponent and mantissa are
-    bits of a multiplicative sequence. Zeros of both signs, neighbours of ties and subnormal results are among them."""
+    """Bits of a multiplicative sequence, of no library; both zeros, neighbours of ties and subnormals are there."""
     index = torch.arange(shape[0] * shape[1], dtype=torch.int64)
     bits = (index * 2654435761 + seed * 40503 + 12345) % (1 << 32)
     bits = (bits ^ (bits >> 15)) * 2246822519 % (1 << 32)

@@ -134,8 +134,7 @@ def test_a_nan_is_left_to_the_definitions() -> None:
     x[3, 5] = float("nan")
     with at_work():
         for quantizer in QUANTIZERS:
-            found = quantizer.encode(x, Scale(), Uses(quantizer.stored_usages(), measured=True))
-            assert found.error is None
+            assert quantizer.encode(x, Scale(), Uses(quantizer.stored_usages(), measured=True)).error is None
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

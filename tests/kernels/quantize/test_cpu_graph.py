@@ -29,8 +29,7 @@ DTYPES = [(BF16, BF16), *(pytest.param(d, marks=pytest.mark.slow) for d in ((F32
 
 
 def inputs(shape: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
-    """Ordinary numbers, ones of all exponents with NaN and infinities among them, the same in range, zeros of
-    either sign."""
+    """Ordinary numbers, all exponents with NaN and infinities among them, the same in range, zeros of either sign."""
     wild = hard(shape, dtype, sum(shape))
     return [
         ordinary(shape, dtype),

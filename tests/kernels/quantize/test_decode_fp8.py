@@ -30,5 +30,4 @@ def test_fake_tensors_and_the_compiler_see_the_cast() -> None:
     data = torch.randn(128, 128).to(torch.float8_e4m3fn)
     with FakeTensorMode() as mode:
         assert fp8_to_float(mode.from_tensor(data)).shape == data.shape
-    compiled = torch.compile(fp8_to_float, fullgraph=True, backend="aot_eager")
-    assert torch.equal(compiled(data), data.float())
+    assert torch.equal(torch.compile(fp8_to_float, fullgraph=True, backend="aot_eager")(data), data.float())

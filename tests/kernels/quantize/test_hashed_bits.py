@@ -73,8 +73,7 @@ def bit_matrix(words: torch.Tensor) -> np.ndarray:
 @pytest.mark.parametrize("seed", [0, 1, 1 << 40])
 @pytest.mark.parametrize("step", [0, 1, 1000])
 def test_bits_are_uniform(seed: int, step: int) -> None:
-    """Each bit is set half the time, and the 16-bit halves fill 256 bins evenly: chi-square with 255 degrees of freedom
-    has mean 255 and standard deviation 22.6; bounds of 5.5 standard deviations."""
+    """Half of each bit, and 16-bit halves evenly in 256 bins: chi-square of mean 255, deviation 22.6; within 5.5."""
     words = draw(seed, 1, step)
     assert np.abs(bit_matrix(words).mean(0) - 0.5).max() < 5.5 * 0.5 / N**0.5
     for half in (words & 0xFFFF, (words >> 16) & 0xFFFF):
@@ -85,8 +84,7 @@ def test_bits_are_uniform(seed: int, step: int) -> None:
 
 @pytest.mark.parametrize("other", ["step", "stream", "seed", "neighbour", "half", "far"])
 def test_two_draws_are_unrelated(other: str) -> None:
-    """Bits agree half the time, each with each (32 x 32 pairs), and the two halves' product has the mean of independent
-    uniform numbers; bounds of 5.5 standard deviations."""
+    """Bits agree half the time (32 x 32 pairs), and products have the mean of independent numbers; 5.5 deviations."""
     ours = draw(5, 1, 7)
     theirs = {
         "step": draw(5, 1, 8),

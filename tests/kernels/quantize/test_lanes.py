@@ -1,5 +1,4 @@
-"""What rounds and decodes in vectors has the definitions' bits for numbers of every kind, in whole rows and in what is
-left of them: all finite bfloat16 numbers, ones that are not finite among others, scales at the ends of their range."""
+"""What rounds and decodes in vectors has the definitions' bits: every bfloat16, rests of rows, scales at the ends."""
 
 import shutil
 

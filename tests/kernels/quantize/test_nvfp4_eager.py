@@ -45,8 +45,7 @@ def every_case(dtype: torch.dtype) -> Tensor:
 
 
 def next_to_codes() -> Tensor:
-    """All float32 numbers within 64 places of the codes and of what lies halfway between two, and as many at random, of
-    either sign, [N, 16]."""
+    """All float32 numbers within 64 places of codes and of their middles, and as many random, either sign, [N, 16]."""
     values = torch.tensor([0, 0.25, 0.5, 0.75, 1, 1.25, 1.5, 1.75, 2, 2.5, 3, 3.5, 4, 5, 6, 7, 8, 1e30, float("inf")])
     near = (values.view(torch.int32)[:, None] + torch.arange(-64, 65, dtype=torch.int32)).clamp(0, 0x7F800000)
     random = torch.rand(near.numel(), generator=torch.Generator().manual_seed(0)) * 8

@@ -1,5 +1,4 @@
-"""Each group's rows begin at a multiple of `align`, however the rows are copied there: one group after the other, by an
-index of all rows, or without reading the splits."""
+"""Each group's rows begin at a multiple of `align`, copied one by one, by an index, or without reading the splits."""
 
 import pytest
 import torch

@@ -3,20 +3,11 @@
 import pytest
 import torch
 
-from te_models.kernels.quantize import (
-    FP8_MAX,
-    dequantize_blockwise,
-    quantize_and_round,
-    quantize_blockwise,
-    quantize_blockwise_both,
-    quantize_per_tensor,
-    round_blockwise,
-    round_per_tensor,
-)
+from te_models.kernels import quantize as q
 from te_models.kernels.quantize.fp8.rounding import round_fp8
 from te_models.kernels.torch_versions import saturating_cast
 
-FORMATS = list(FP8_MAX)
+FORMATS = list(q.FP8_MAX)
 
 
 def words() -> torch.Tensor:
@@ -35,8 +26,7 @@ def expected(v: torch.Tensor, fp8_dtype: torch.dtype) -> torch.Tensor:
     magnitude = v.abs().double()
     at = torch.searchsorted(middles, magnitude)  # the count of middles below the magnitude
     tie = (at < len(middles)) & (middles[at.clamp(max=len(middles) - 1)] == magnitude)
-    found = numbers[at + (tie & (at % 2 == 1))].float()
-    return torch.where(v.isnan(), v, torch.copysign(found, v))
+    return torch.where(v.isnan(), v, torch.copysign(numbers[at + (tie & (at % 2 == 1))].float(), v))
 
 
 def assert_same(found: torch.Tensor, wanted: torch.Tensor) -> None:
@@ -75,11 +65,11 @@ def test_blocks_round_as_they_are_quantized(fp8_dtype: torch.dtype, kind: str) -
     cases = [((1, 32), torch.bfloat16), ((32, 1), torch.float32), ((32, 32), torch.bfloat16)]
 
     def rounded(x: torch.Tensor) -> list[torch.Tensor]:
-        return [round_blockwise(x, block, fp8_dtype, kind, dtype) for block, dtype in cases]
+        return [q.round_blockwise(x, block, fp8_dtype, kind, dtype) for block, dtype in cases]
 
     compiled = torch.compile(rounded, fullgraph=True)(x)
     for (block, dtype), eager, other in zip(cases, rounded(x), compiled, strict=True):
-        wanted = dequantize_blockwise(*quantize_blockwise(x, block, fp8_dtype, kind), block, dtype).float()
+        wanted = q.dequantize_blockwise(*q.quantize_blockwise(x, block, fp8_dtype, kind), block, dtype).float()
         assert_same(eager.float(), wanted)
         assert_same(other.float(), wanted)
     assert rounded(x[:0])[0].shape == (0, 75)
@@ -89,7 +79,7 @@ def test_blocks_round_as_they_are_quantized(fp8_dtype: torch.dtype, kind: str) -
 def test_a_tensor_rounds_as_it_is_quantized(fp8_dtype: torch.dtype) -> None:
     x = torch.randn(64, 80, generator=torch.Generator().manual_seed(2)).bfloat16()
     scale = torch.tensor(123.4)
-    assert_same(round_per_tensor(x, scale, fp8_dtype), quantize_per_tensor(x, scale, fp8_dtype).float())
+    assert_same(q.round_per_tensor(x, scale, fp8_dtype), q.quantize_per_tensor(x, scale, fp8_dtype).float())
 
 
 @pytest.mark.matrix
@@ -107,10 +97,10 @@ def test_quantizing_and_rounding_at_once_has_the_bits_of_the_two(
     epsilon = 0.0 if kind == "e8m0" else 0.25
     for values in (x, x.half(), x.float(), x.mT):
         for block in ((1, 32), (32, 1), (32, 32)):
-            wanted = quantize_blockwise_both(values, block, fp8_dtype, kind, epsilon=epsilon)
-            rounded = dequantize_blockwise(wanted[0], wanted[1], block, torch.bfloat16)
+            wanted = q.quantize_blockwise_both(values, block, fp8_dtype, kind, epsilon=epsilon)
+            rounded = q.dequantize_blockwise(wanted[0], wanted[1], block, torch.bfloat16)
             for both in (False, True):
-                found, parts = quantize_and_round(
+                found, parts = q.quantize_and_round(
                     values, block, fp8_dtype, kind, torch.bfloat16, epsilon=epsilon, both=both
                 )
                 assert_same(found.float(), rounded.float())

@@ -22,8 +22,7 @@ def test_compiled_is_eager(name: str, backend: str) -> None:
     for tokens in (70, 130, 200):
         tensors = cast(rule.make(2, tokens), rule.rows, torch.float64)
         documents = torch.arange(tokens).expand(2, -1) // 40
-        state = torch.randn(2, *rule.state, dtype=torch.float64)
-        options = {"initial_state": state, "documents": documents}
+        options = {"initial_state": torch.randn(2, *rule.state, dtype=torch.float64), "documents": documents}
         close(
             _gradients(rule, compiled, tensors, **options),
             _gradients(rule, rule.run, tensors, **options),

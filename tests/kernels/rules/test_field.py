@@ -1,5 +1,4 @@
-"""The kernels of other packages on CUDA, with stand-ins that compute as the chunked forms: what is passed to them, and
-what comes back, forward and backward, in graphs, too."""
+"""The kernels of other packages on CUDA, by stand-ins: what is passed and comes back, both ways, in graphs too."""
 
 import itertools
 import sys

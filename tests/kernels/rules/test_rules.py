@@ -147,8 +147,7 @@ def both(rule: Rule, tensors: Tensors, state: Tensor | None) -> tuple[list[Tenso
     for results in (rule.run(tensors, initial_state=state), rule.define(tensors, state)):
         torch.manual_seed(1)
         grads = [torch.randn(x.shape).to(x.dtype) for x in results]
-        gradients = torch.autograd.grad(results, leaves, grads, materialize_grads=True)
-        found.append([*results, *gradients])
+        found.append([*results, *torch.autograd.grad(results, leaves, grads, materialize_grads=True)])
     return found[0], found[1]
 
 

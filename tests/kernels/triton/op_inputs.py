@@ -80,16 +80,14 @@ def norm_inputs(tokens, columns, dtype, weight_dtype, has_weight, has_bias, devi
 
     x = (randn(tokens, columns) * 2 + 0.5).to(dtype).to(device)
     weight = (1 + randn(columns) / 4).to(weight_dtype).to(device) if has_weight else None
-    bias = randn(columns).to(weight_dtype).to(device) if has_bias else None
-    return x, weight, bias
+    return x, weight, (randn(columns).to(weight_dtype).to(device) if has_bias else None)
 
 
 def activation_inputs(tokens: int, columns: int, gated: bool, weighted: bool, dtype: torch.dtype, device):
     generator = torch.Generator().manual_seed(tokens + columns)
     x = (2 * torch.randn(tokens, columns * (2 if gated else 1), generator=generator)).to(dtype)
     dy = torch.randn(tokens, columns, generator=generator).to(dtype)
-    probabilities = torch.rand(tokens, generator=generator).to(device) if weighted else None
-    return x.to(device), dy.to(device), probabilities
+    return x.to(device), dy.to(device), (torch.rand(tokens, generator=generator).to(device) if weighted else None)
 
 
 def cross_entropy_inputs(shape, dtype, device):

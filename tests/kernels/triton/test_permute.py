@@ -157,5 +157,4 @@ def check_sums(device, case, dtype) -> None:
 
 def test_negative_zeros_keep_their_sign(device) -> None:
     p = reference.sort_by_expert(torch.tensor([[0, 1]], device=device), 2)
-    y = torch.full((2, 4), -0.0, device=device)
-    assert torch.signbit(op.sum_slots(y, p.row_of_slot, None)).all()
+    assert torch.signbit(op.sum_slots(torch.full((2, 4), -0.0, device=device), p.row_of_slot, None)).all()

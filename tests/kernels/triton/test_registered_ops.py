@@ -124,8 +124,7 @@ CHOICES: dict[str, set[str]] = {
 
 
 def missing(entry: Registered, given: list[Arguments]) -> set[str]:
-    """Return what samples of an operation lack: both values of a bool, every name, None and not None where it may be
-    missing, two dtypes."""
+    """Return what samples lack: both values of a bool, every name, None and not None, two dtypes."""
     lacks: set[str] = set()
     schema = entry.op._opoverload._schema.arguments
     for at, slot in enumerate(slot for parameter in entry.parameters for slot in parameter.slots):

@@ -58,8 +58,7 @@ def check(device, tokens, counts, scores, dtype) -> None:
     leaf = logits.detach().double().requires_grad_()
     right = exact_weights(leaf, indices, scores)
     # An exponential's error grows with its argument; sums of up to E terms; three more operations.
-    size = 1 + leaf.detach().abs().amax(-1, keepdim=True) if tokens else 1.0
-    relative = (16 * size + counts[0] ** 0.5) * F32
+    relative = (16 * (1 + leaf.detach().abs().amax(-1, keepdim=True) if tokens else 1.0) + counts[0] ** 0.5) * F32
     assert ((weights.double() - right.detach()).abs() <= relative * right.detach()).all()
     grad = torch.randn(weights.shape, generator=torch.Generator().manual_seed(1)).to(device)
     (got,) = torch.autograd.grad(weights, logits, grad)

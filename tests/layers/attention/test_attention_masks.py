@@ -73,8 +73,7 @@ def test_layouts(qkv_format: str, softmax_type: str) -> None:
     ],
 )
 def test_mask_types_and_windows(kind: str, window: Any, end: bool, softmax_type: str, length: int, keys: int) -> None:
-    """Where queries and keys are not equally many, "causal" counts from the first ones, "bottom_right" and a window of
-    no causal type from the last."""
+    """Of unequally many, "causal" counts from the first, "bottom_right" and a window of no causal type from the end."""
     q, k, v = inputs(length, keys)
     hidden = torch.rand(B, 1, length, keys, generator=torch.Generator().manual_seed(1)) < 0.4
     before, behind = (window - 1, 0) if isinstance(window, int) else window or (9, 9)
@@ -85,8 +84,7 @@ def test_mask_types_and_windows(kind: str, window: Any, end: bool, softmax_type:
         return seen and not (kind == "arbitrary" and bool(hidden[b, 0, i, j]))
 
     layer = DotProductAttention(N, D, G, qkv_format="bshd", attn_mask_type="no_mask", softmax_type=softmax_type)
-    mask = hidden if kind == "arbitrary" else None
-    y = layer(q, k, v, mask, attn_mask_type=kind, window_size=window)
+    y = layer(q, k, v, hidden if kind == "arbitrary" else None, attn_mask_type=kind, window_size=window)
     close(y, expected(q, k, v, sees, sink=softmax_type == "off-by-one"))
 
 
@@ -164,8 +162,7 @@ def test_recomputed_attention_has_the_same_gradients() -> None:
         tensors = [t.requires_grad_() for t in inputs(5, 5)]
         y = layer(*tensors, **cu, checkpoint_core_attention=again)
         gradients.append(torch.autograd.grad(y.square().sum(), tensors))
-    for a, b in zip(*gradients, strict=True):
-        assert torch.equal(a, b)
+    torch.testing.assert_close(*gradients, rtol=0, atol=0)
 
 
 def test_packed_sequences_are_one_graph() -> None:

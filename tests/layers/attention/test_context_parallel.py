@@ -1,5 +1,4 @@
-"""Attention layers whose ranks share each sequence give each rank its part of the whole sequences' result, and of the
-gradients. On two ranks."""
+"""Attention layers whose two ranks share each sequence give each its part of the whole's result and gradients."""
 
 from typing import Any
 from unittest import mock
@@ -119,8 +118,7 @@ def definition(
 
 
 def exact_by_ring(name: str) -> None:
-    """Results and all gradients to the rounding of sums, in float32 and float64; with several documents, one of which
-    begins within a chunk, and padding; more queries than have their scores at a time."""
+    """In float32 and float64; documents, one beginning within a chunk, and padding; more queries than have scores."""
     group, rank, ranks = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
     shard, wrong = ContextShard(rank, ranks, group.group_name, "p2p"), []
     length = 16 * ranks

@@ -1,6 +1,4 @@
-"""Attention in a causal window is computed by our flash attention, or block by block: with the numbers of one mask of
-all queries and keys, within documents and beside hidden keys, too, and without any tensor of their size. So is
-attention with sinks."""
+"""Attention in a causal window, or with sinks: the numbers of one mask of all queries and keys, without such a mask."""
 
 import itertools
 from typing import Any
@@ -77,8 +75,7 @@ def test_blocks_give_what_a_mask_gives(
     if kind == "torch":
         monkeypatch.setattr(flash_attention, "uses_flash_attention", lambda *_: False)
     layer, tensors = attention(window, **KINDS[kind]), inputs(queries, keys)
-    hidden = [None, *(torch.rand(rows, 1, 1, keys) < 0.2 for rows in (1, B))]
-    for mask in hidden:
+    for mask in [None, *(torch.rand(rows, 1, 1, keys) < 0.2 for rows in (1, B))]:
         found = with_gradients(layer(*tensors, attention_mask=mask), tensors)
         close(found, masked(layer, monkeypatch, tensors, attention_mask=mask))
     again = with_gradients(layer(*tensors, checkpoint_core_attention=True), tensors)

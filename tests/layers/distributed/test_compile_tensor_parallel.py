@@ -52,8 +52,7 @@ def step(layer: nn.Module, run: Callable, name: str | None, x: Tensor, splits: t
 
 
 def cases() -> list[tuple[str, bool, str | None, bool, str]]:
-    """Every kind plain and with sequence parallelism under every recipe; with weights stored quantized, and compiled by
-    Inductor, where a collective and a quantization of its own meet."""
+    """Every kind plain and with sequence parallelism under every recipe; with stored weights, and by Inductor."""
     found = [
         (kind, sequence, name, False, "aot_eager")
         for kind in KINDS

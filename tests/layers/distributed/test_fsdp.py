@@ -117,8 +117,7 @@ def test_a_step_equals_that_of_one_process(name: str, grouped: bool) -> None:
 @pytest.mark.parametrize("grouped", [False, True])
 @pytest.mark.parametrize("name", ["block", "mxfp8"])
 def test_a_recipe_uses_the_gathered_numbers(name: str, grouped: bool) -> None:
-    """Under the recipe, each rank's tokens being whole blocks and the loss linear, operands are the same on one process
-    and on two (but for the power of two that the mean divides by), so that gradients differ by their summation only."""
+    """Each rank's tokens being whole blocks, operands are those of one process; gradients differ by sums alone."""
     quantizer = te.recipe(name).weight_quantizer()
     whole, module = (build(quantizer, grouped) for _ in range(2))
     fully_shard(module, mesh=mesh())
@@ -309,8 +308,9 @@ def test_weight_gradients_that_come_later_are_refused() -> None:
 @on_ranks(2)
 def test_weights_are_kept_for_micro_batches() -> None:
     """By the first one, in which they are whole; not before."""
-    whole, module = (build_plain() for _ in range(2))
-    fully_shard(module, mesh=mesh())
+    torch.manual_seed(0)
+    whole = te.Linear(IN, OUT, bias=False)
+    module = fully_shard(copy.deepcopy(whole), mesh=mesh())
     x = torch.randn(TOKENS, IN, generator=torch.Generator().manual_seed(8))
     for layer in (whole, module):
         for first in (True, False):
@@ -330,7 +330,7 @@ def test_recipes_know_the_class_of_a_sharded_layer() -> None:
         seen.add(role.module)
         return te.MXFP8Quantizer()
 
-    module = fully_shard(build_plain(), mesh=mesh())
+    module = fully_shard(te.Linear(IN, OUT, bias=False), mesh=mesh())
     with te.autocast(recipe=te.CustomRecipe(qfactory=factory)):
         module(torch.randn(TOKENS, IN))
     assert "Linear" in seen and "FSDPLinear" not in seen, seen
@@ -359,12 +359,6 @@ class Runs(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return run(self.layer, x)
-
-
-def build_plain() -> nn.Module:
-    """A layer with a plain weight, the same in every process."""
-    torch.manual_seed(0)
-    return te.Linear(IN, OUT, bias=False)
 
 
 @on_ranks(2)
@@ -406,14 +400,12 @@ def test_functions_of_torch_on_unequal_shards_are_refused(grouped: bool) -> None
 @pytest.mark.sentinels("hybrid-False")
 @pytest.mark.parametrize(("name", "grouped"), KINDS)
 def test_any_number_of_rows_is_shared(name: str, grouped: bool) -> None:
-    """Between blocks, of which the last rank has fewer: three and a part of one, three experts, and one block, of which
-    it has nothing. Gathered bits and steps are those of one rank."""
+    """Of blocks the last rank has fewer: a part of one, one expert, nothing. Gathered bits and steps are one rank's."""
     quantizer = FORMATS[name]
     block = 1 if grouped else cut_multiple(quantizer, -2)
     for rows in (3, 1) if grouped else (3 * block + 16, 16 if block == 1 else block):
         torch.manual_seed(0)
-        shape = (rows, 32, IN) if grouped else (rows, IN)
-        value = torch.randn(shape) / 8
+        value = torch.randn((rows, 32, IN) if grouped else (rows, IN)) / 8
         modules = [
             te.GroupedLinear(rows, IN, 32, bias=False) if grouped else te.Linear(IN, rows, bias=False) for _ in "ab"
         ]
@@ -435,8 +427,7 @@ def test_any_number_of_rows_is_shared(name: str, grouped: bool) -> None:
                 m(x, *splits).square().mean().backward()
                 optimizer.step()
                 optimizer.zero_grad()
-        state = {name: t.clone() for name, t in module.state_dict().items()}
-        module.load_state_dict(state)
+        module.load_state_dict({name: t.clone() for name, t in module.state_dict().items()})
         assert same_bits(gathered(module), whole.weight), rows
 
 

@@ -20,8 +20,7 @@ QUANTIZERS = {
 
 
 def rows(dtype: torch.dtype) -> Tensor:
-    """Rows of many magnitudes, one of them zero, one with an infinity and one with NaN, and a last block that is no
-    whole one."""
+    """Rows of many magnitudes, of zeros, with an infinity and with NaN, and a last block that is not whole."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(64, 160, generator=generator) * torch.logspace(-6, 6, 64, base=2.0)[:, None]
     x *= torch.logspace(-12, 0, 160, base=2.0)[torch.randperm(160, generator=generator)]

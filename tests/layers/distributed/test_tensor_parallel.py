@@ -1,5 +1,4 @@
-"""Layers split over two ranks are the whole layers: outputs and all gradients. Compiled they compute the same bits, see
-test_compile_tensor_parallel."""
+"""Layers split over two ranks are the whole layers, outputs and gradients; compiled: test_compile_tensor_parallel."""
 
 import warnings
 from collections.abc import Callable
@@ -26,8 +25,7 @@ class Attentionish(nn.Module):
     def __init__(self, normed: bool, **split: object) -> None:
         super().__init__()
         column = split and {"parallel_mode": "column"}
-        kind = te.LayerNormLinear if normed else te.Linear
-        self.first = kind(HIDDEN, FFN, **split, **column)
+        self.first = (te.LayerNormLinear if normed else te.Linear)(HIDDEN, FFN, **split, **column)
         self.second = te.Linear(FFN, HIDDEN, **split, **(split and {"parallel_mode": "row"}))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -39,17 +37,8 @@ class OneSequence(nn.Module):
 
     def __init__(self, **split: object) -> None:
         super().__init__()
-        self.layer = te.TransformerLayer(
-            HIDDEN,
-            FFN,
-            4,
-            2,
-            hidden_dropout=0.0,
-            attention_dropout=0.0,
-            fuse_qkv_params=True,
-            **split,
-            **(split and {"set_parallel_mode": True}),
-        )
+        options = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "fuse_qkv_params": True, **split}
+        self.layer = te.TransformerLayer(HIDDEN, FFN, 4, 2, **options, **(split and {"set_parallel_mode": True}))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layer(x[:, None])[:, 0]
@@ -82,10 +71,10 @@ def build(kind: str, **split: object) -> nn.Module:
     return module
 
 
-def close(a: Tensor, b: Tensor, bound: float) -> None:
+def close(a: Tensor, b: Tensor, bound: float, what: str = "") -> None:
     """Largest difference against the largest entry."""
     error = (a - b).abs().max() / b.abs().max()
-    assert error <= bound, f"relative error {error:.2e}, allowed {bound:.2e}"
+    assert error <= bound, f"{what} relative error {error:.2e}, allowed {bound:.2e}"
 
 
 @on_ranks(2)
@@ -133,10 +122,7 @@ def test_split_layers_are_the_whole_ones(kind: str, sequence_parallel: bool, nam
             if name is None:
                 values = rank_part(full.detach(), part.partition_dim, rank, RANKS, part.partition_stride)
                 assert torch.equal(part, values), f"{key} does not start as the whole one's part"
-        try:
-            close(part.grad, expected, bound)
-        except AssertionError as error:
-            raise AssertionError(f"gradient of {key}: {error}") from None
+        close(part.grad, expected, bound, f"gradient of {key}:")
 
 
 @on_ranks(2)
@@ -234,8 +220,7 @@ def test_a_vocabulary_is_split(smoothing: float, dtype: torch.dtype, compiled: b
     (loss * weights).sum().backward()
     close(loss, expected, 4e-6)
     close(mine.grad, whole.grad.chunk(RANKS, -1)[rank], {torch.float32: 4e-6, torch.bfloat16: 2.0**-7}[dtype])
-    mean = split(mine, target, True)
-    close(mean, te.parallel_cross_entropy(whole, target, smoothing, True, None, -1), 4e-6)
+    close(split(mine, target, True), te.parallel_cross_entropy(whole, target, smoothing, True, None, -1), 4e-6)
     assert torch.equal(*all_gather(loss.detach(), group).chunk(RANKS))
 
 

@@ -1,5 +1,4 @@
-"""The loss of a split vocabulary with the z-loss of its logits: the values and gradients of its definition in float64,
-whole or by chunks. One rank has all words here; ranks that share them train in tests/training/ranks/test_layouts.py."""
+"""The loss of a split vocabulary with its z-loss, on one rank: values and gradients in float64, whole or by chunks."""
 
 import pytest
 import torch

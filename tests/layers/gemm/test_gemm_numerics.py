@@ -1,5 +1,4 @@
-"""The three GEMMs of Linear and GroupedLinear under every recipe, against float64 products of independently quantized
-operands, with weights stored quantized or not."""
+"""The three GEMMs of Linear and GroupedLinear, plain or stored, against float64 products of quantized operands."""
 
 from collections.abc import Callable
 

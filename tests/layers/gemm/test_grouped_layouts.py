@@ -29,8 +29,7 @@ def test_the_bias_has_a_layout_of_its_own(weight: bool, bias: bool) -> None:
         with autocast(recipe=recipe("mxfp8")):
             y = one(x, splits)
         y.backward(dy)
-        members = [torch.cat([p.grad.reshape(-1) for p in kind]) for kind in one.members()]
-        found.append((y, *members))
+        found.append((y, *[torch.cat([p.grad.reshape(-1) for p in kind]) for kind in one.members()]))
     for result in found[1:]:
         assert all(torch.equal(a, b) for a, b in zip(found[0], result, strict=True))
     back = GroupedLinear(3, 64, 32)
@@ -56,7 +55,6 @@ def test_stored_weights_of_either_layout_compute_under_torch_autocast(name: str,
         with torch.amp.autocast("cpu", torch.bfloat16), autocast(recipe=recipe(name)):
             y = layer(x, splits)
         y.float().square().sum().backward()
-        gradients = [p.grad.float().flatten() for p in layer.members()[0]]
-        found.append((y, torch.cat(gradients)))
+        found.append((y, torch.cat([p.grad.float().flatten() for p in layer.members()[0]])))
     assert found[0][0].dtype is torch.bfloat16
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))

@@ -1,5 +1,4 @@
-"""The path of an accelerator, where GEMMs take the quantized numbers themselves, run on CPU: it computes what the
-dequantizing path computes, and says where it cannot."""
+"""GEMMs on the quantized numbers themselves, run on CPU: what the dequantizing path computes, or what is missing."""
 
 import pytest
 import torch
@@ -70,8 +69,7 @@ def test_quantized_numbers_give_the_same_products(
 def test_they_accumulate_into_main_grad(kind: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = run(kind, te.recipe(name), torch.float32, stored=False, fused=True)
     monkeypatch.setattr(gemm_operand, "_DEQUANTIZING_DEVICES", ())
-    got = run(kind, te.recipe(name), torch.float32, stored=False, fused=True)
-    for a, b in zip(expected, got, strict=True):
+    for a, b in zip(expected, run(kind, te.recipe(name), torch.float32, stored=False, fused=True), strict=True):
         torch.testing.assert_close(b, a, rtol=1e-5, atol=1e-5 * float(a.abs().max()))
 
 
@@ -144,8 +142,7 @@ def test_a_fallback_in_a_compiled_graph_is_counted_when_it_is_traced(monkeypatch
 
     reset_gemm_counts()
     monkeypatch.setattr(gemm_operand, "_DEQUANTIZING_DEVICES", ())
-    layer = te.Linear(64, 48)
-    compiled = torch.compile(layer, fullgraph=True, dynamic=False, backend="eager")
+    compiled = torch.compile(te.Linear(64, 48), fullgraph=True, dynamic=False, backend="eager")
     seen = []
     with pytest.warns(RuntimeWarning, match="there is no kernel for e8m0 by high precision") as warned:
         for rows in (32, 32, 64):

@@ -105,8 +105,7 @@ def tensors_in(value: object, depth: int = 3) -> Iterator[Tensor]:
 
 
 def test_the_way_of_a_weight_to_its_gemm_is_short() -> None:
-    """Followed from `Linear.forward`: functions of ours with the weight among their arguments, or what one of them made
-    of it; the folders they are in, and the names they call it."""
+    """Functions with the weight, or what one of them made of it, among their arguments; their folders and its names."""
     layer, x = Linear(96, 128, bias=False, params_dtype=torch.bfloat16), torch.randn(64, 96, dtype=torch.bfloat16)
     places, weight = {layer.weight.data_ptr()}, tuple(layer.weight.shape)
     results: list[Tensor] = []  # which hold their memory, so that no other tensor gets the same place

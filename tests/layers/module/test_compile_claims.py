@@ -107,8 +107,7 @@ def test_nested_autocast_with_two_custom_recipes_uses_each_ones_factory(compiled
 
 
 def reachable(roots: list[Any]) -> list[Any]:
-    """Every object that these refer to, through attributes, containers and saved state, but not by way of classes,
-    modules and functions, whose globals lead everywhere."""
+    """All that these refer to, but not by way of classes, modules and functions, whose globals lead everywhere."""
     found: dict[int, Any] = {}
     pending = list(roots)
     while pending:

@@ -12,8 +12,7 @@ FAST = {("linear", False, True), ("linear", True, True), ("grouped", False, True
 
 
 def step(layer: torch.nn.Module, run, name: str | None, *args, train: bool = True) -> list[torch.Tensor]:
-    """Return output, input gradient and parameter gradients of one call under a fresh recipe object, from equal live
-    state; without a backward pass only the output."""
+    """Return output and gradients of one call under a fresh recipe object, from equal live state; or the output."""
     layer.zero_grad()
     # the same random bits and delayed scales in every call
     te.set_rounding_seed(layer, 1)
@@ -41,8 +40,7 @@ def build(kind: str, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
 
 
 def assert_same(eager: list[torch.Tensor], compiled: list[torch.Tensor]) -> None:
-    """GEMMs of quantized operands agree bit for bit. Bias gradients are sums over at most 32 rows of numbers up to 1,
-    whose order the compiler may choose: 32 roundings of sums up to 32."""
+    """Bit for bit, but for biases' gradients: sums of at most 32 numbers up to 1, in the compiler's order."""
     for a, b in zip(eager, compiled, strict=True):
         torch.testing.assert_close(b, a, rtol=0, atol=32 * 32 * 2.0**-24 if a.dim() == 1 else 0)
 

@@ -1,5 +1,4 @@
-"""`torch.amp.autocast` around and inside compiled layers: nested, disabled inside, of another dtype. The same bits as
-eager, and one graph for each state that a graph is called in."""
+"""`torch.amp.autocast` around and inside compiled layers: eager's bits, and one graph for each state of a call."""
 
 import copy
 import functools
@@ -80,8 +79,7 @@ def test_regions_inside_a_graph(kind: str, name: str | None, outer: str, inner: 
     [pytest.param(*case, marks=() if case == ("mlp", "mxfp8") else pytest.mark.slow) for case in CASES],
 )
 def test_a_graph_called_in_regions(kind: str, name: str | None) -> None:
-    """One graph for each dtype: leaving a region, a region that is disabled, one inside another that says the same, and
-    coming back are no states of their own."""
+    """One graph for each dtype: a region left, disabled, repeated inside another or come back to is no new state."""
     layer = LAYERS[kind]()
     compiled = torch.compile(layer, fullgraph=True, backend="eager")
 

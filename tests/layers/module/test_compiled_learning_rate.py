@@ -40,8 +40,7 @@ def train(parameters: list[nn.Parameter], optimizer: torch.optim.Optimizer, step
 @pytest.mark.sentinels("ours-False")
 @pytest.mark.parametrize(("kind", "quantized"), [("ours", False), ("ours", True), ("torch", False)])
 def test_a_step_compiled_whole(kind: str, quantized: bool) -> None:
-    """The rate is a tensor; torch's own step breaks its graph on purpose. Masters differ from the eager step's by
-    float32 roundings, which can move a quantized value to the next number of its format; the others are compared."""
+    """Masters differ by float32 roundings, which can move a quantized value; the others are compared."""
     found = []
     for compiled in (False, True):
         parameters, rate = weights(quantized), torch.tensor(0.0)

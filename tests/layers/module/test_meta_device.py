@@ -1,5 +1,4 @@
-"""A layer built with device="meta" has no values; `reset_parameters` makes its parameters and initialises them, with
-the numbers, the stored form and the attributes of a layer that was built on a device."""
+"""A layer built on "meta" has no values; `reset_parameters` makes those of a layer that was built on a device."""
 
 from collections.abc import Callable
 from typing import Any
@@ -44,8 +43,7 @@ def test_reset_parameters_makes_them(name: str, recipe: te.Recipe | None) -> Non
         assert type(own) is type(wanted) and own.device.type == "cpu" and own.dtype == wanted.dtype
         assert torch.equal(values(own), values(wanted)), key
         if isinstance(own, te.QuantizedTensor):
-            preserved = wanted.get_high_precision_init_val()
-            assert torch.equal(own.get_high_precision_init_val(), preserved)
+            assert torch.equal(own.get_high_precision_init_val(), wanted.get_high_precision_init_val())
 
 
 def test_parameters_come_to_the_default_device_and_compute() -> None:

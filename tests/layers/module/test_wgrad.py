@@ -198,8 +198,7 @@ def test_a_compiled_layer_accumulates_in_float32() -> None:
     [(kind, False) for kind in KINDS] + [("LayerNormMLP", True), ("Linear", True), ("per-GEMM", True)],
 )
 def test_a_wrapper_that_waits_for_every_gradient_hears_of_it(kind: str, compiled: bool) -> None:
-    """As Megatron's DistributedDataParallel does: it sets the attribute, reads it in autograd's hook, and adds
-    gradients that were not fused."""
+    """As Megatron's DistributedDataParallel: it sets the attribute, reads it in the hook, adds what was not fused."""
     layer = KINDS[kind](fuse_wgrad_accumulation=True)
     weights = [w for w in layer.parameters() if w.dim() > 1]
     heard: list[bool] = []

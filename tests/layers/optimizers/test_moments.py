@@ -11,6 +11,7 @@ from te_models.layers import FusedAdamW
 from te_models.layers.optimizers import adamw_update, moments
 
 E4M3 = sorted({float(v) for v in torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()})
+WAYS = ((moments.encode_first, moments.decode_first), (moments.encode_second, moments.decode_second))
 
 
 def encode_bfloat16(x: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
@@ -18,18 +19,14 @@ def encode_bfloat16(x: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
     return moments.round_words(x.view(torch.int32), bits).view(torch.float32).to(torch.bfloat16)
 
 
-def bits_for(seed: int, shape: torch.Size) -> torch.Tensor:
-    return draw(seed, 1, shape)
-
-
-def draw(seed: int, step: int, shape: torch.Size) -> torch.Tensor:
+def draw(seed: int, shape: torch.Size, step: int = 1) -> torch.Tensor:
     zero = torch.zeros((), dtype=torch.int32)
     return hashed_bits(hash_key(seed, 1), zero + step, zero, shape)
 
 
 def test_bfloat16_rounds_to_a_neighbour_with_the_right_probability() -> None:
     x = torch.tensor([1.0 + 2.0**-9, -3.3, 1e-30, 0.0]).repeat_interleave(20000)
-    rounded = encode_bfloat16(x, bits_for(0, x.shape))
+    rounded = encode_bfloat16(x, draw(0, x.shape))
     truncated = (x.view(torch.int32) & -0x10000).view(torch.float32)
     step = torch.nextafter(truncated.bfloat16(), truncated.bfloat16() * 2).float() - truncated
     assert (((rounded.float() - truncated) == 0) | ((rounded.float() - truncated) == step)).all()
@@ -53,13 +50,13 @@ def test_neighbours_are_the_adjacent_e4m3_numbers() -> None:
 def test_fp8_shapes_and_errors(size: int) -> None:
     torch.manual_seed(size)
     x = torch.randn(size)
-    data, scale_inv = moments.encode_first(x, bits_for(1, x.shape))
+    data, scale_inv = moments.encode_first(x, draw(1, x.shape))
     assert data.shape == (-(-size // 128), 128) and data.dtype is torch.float8_e4m3fn
     assert scale_inv.shape == (len(data),)
     error = (moments.decode_first(data, scale_inv, x.shape) - x).abs()
     floor = scale_inv.repeat_interleave(128)[:size] * 2.0**-9
     assert (error <= torch.maximum(x.abs() / 8, floor)).all()
-    data, scale_inv = moments.encode_second(x.square(), bits_for(2, x.shape))
+    data, scale_inv = moments.encode_second(x.square(), draw(2, x.shape))
     root = moments.decode_second(data, scale_inv, x.shape).sqrt()
     floor = scale_inv.repeat_interleave(128)[:size] * 2.0**-9
     assert ((root - x.abs()).abs() <= torch.maximum(x.abs() / 8, floor)).all() and (root > 0).all()
@@ -129,9 +126,8 @@ def test_pieces_with_scales_of_blocks(limit: int) -> None:
     state = moments.MomentStore("float8", 0, False).zeros(parameter, parameter)
     state |= {"step": torch.zeros(())}
     state["exp_avg_scale_inv"].copy_(torch.arange(8))
-    cut = list(
-        adamw_update.parameter_slices(adamw_update.whole_piece(parameter.detach(), parameter.detach(), state, 1), limit)
-    )
+    piece = adamw_update.whole_piece(parameter.detach(), parameter.detach(), state, 1)
+    cut = list(adamw_update.parameter_slices(piece, limit))
     assert [piece.begin for piece in cut] == list(range(0, 1024, limit))
     assert torch.equal(torch.cat([piece.state["exp_avg_scale_inv"] for piece in cut]), torch.arange(8.0))
     for piece in cut:
@@ -157,21 +153,15 @@ def test_compiled_encoding_has_the_same_bits(size: int) -> None:
 
 def test_zero_moments_stay_zero() -> None:
     zero = torch.zeros(200)
-    for encode, decode in (
-        (moments.encode_first, moments.decode_first),
-        (moments.encode_second, moments.decode_second),
-    ):
-        assert torch.equal(decode(*encode(zero, bits_for(3, zero.shape)), zero.shape), zero)
+    for encode, decode in WAYS:
+        assert torch.equal(decode(*encode(zero, draw(3, zero.shape)), zero.shape), zero)
 
 
 def test_fp8_rounding_is_unbiased_in_the_moment_itself() -> None:
     row = torch.rand(128) + 0.01
     x = row.repeat(4000)
-    for encode, decode in (
-        (moments.encode_first, moments.decode_first),
-        (moments.encode_second, moments.decode_second),
-    ):
-        mean = decode(*encode(x, bits_for(4, x.shape)), x.shape).view(-1, 128).mean(0)
+    for encode, decode in WAYS:
+        mean = decode(*encode(x, draw(4, x.shape)), x.shape).view(-1, 128).mean(0)
         # one rounding is off by less than a quarter of v (an eighth of its root, twice)
         assert ((mean - row).abs() <= 4 * 0.25 * row / math.sqrt(4000)).all()
         # the standard deviation is at most half of that; unbiased roots would be 0.1 to 0.2 % too large in v
@@ -182,7 +172,7 @@ def test_a_positive_second_moment_never_becomes_zero() -> None:
     v = torch.full((128,), 1e-12)
     v[0], v[1] = 1.0, 0.0
     for seed in range(5):
-        found = moments.decode_second(*moments.encode_second(v, bits_for(seed, v.shape)), v.shape)
+        found = moments.decode_second(*moments.encode_second(v, draw(seed, v.shape)), v.shape)
         assert (found[2:] > 0).all() and found[1] == 0
 
 
@@ -193,7 +183,7 @@ def test_a_running_average_follows_a_change_that_rounding_to_nearest_would_not(k
     v = torch.ones(4096)
     for step in range(3000):
         v = 0.999 * v + 0.001 * 0.25
-        bits = draw(5, step, v.shape)
+        bits = draw(5, v.shape, step)
         if kind == "bfloat16":
             v = encode_bfloat16(v, bits).float()
         else:

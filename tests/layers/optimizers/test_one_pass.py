@@ -101,16 +101,13 @@ def test_bits_are_those_of_the_definitions(
     weight = torch.float32 if "master_weights" in options else dtype
     is_float32 = moment_dtype == "float32" and weight is (gradient or dtype) is torch.float32
     expected = [] if is_float32 else [2128, 2048, 16, 144] * 4
-    assert passes == expected, (
-        "only of the optimizer that compiles, whole parameters, and not what torch updates as it is"
-    )
+    assert passes == expected, "only of the optimizer that compiles, and not what torch updates as it is"
 
 
 @pytest.mark.parametrize("flush", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_blocks_of_normal_moments(dtype: torch.dtype, flush: bool, passes: list[int]) -> None:
-    """Where all of a block are normal in E4M3, before and after the step, vectors hold it; any byte may be among them,
-    and numbers that are none, also where subnormal numbers are flushed to zero."""
+    """Blocks normal in E4M3 before and after are held by vectors; any byte may be among them, also where flushed."""
     if flush and not torch.set_flush_denormal(True):
         pytest.skip("this processor cannot flush subnormal numbers")
     torch.manual_seed(2)
@@ -182,10 +179,7 @@ def test_scales_of_moments_may_be_large(name: str, passes: list[int]) -> None:
 @pytest.mark.parametrize("moment_dtype", ["bfloat16", "float8"])
 def test_blocks_with_a_nan_are_left_to_the_definitions(moment_dtype: Any, passes: list[int]) -> None:
     """In the step that brings it, in one that goes on with it; and the step is counted once."""
-    fast, slow = (
-        FusedAdamW(parameters(torch.bfloat16), moment_dtype=moment_dtype, compile=compiles)
-        for compiles in (True, False)
-    )
+    fast, slow = (FusedAdamW(parameters(torch.bfloat16), moment_dtype=moment_dtype, compile=c) for c in (True, False))
     for step in range(3):
         give_gradients([fast, slow], step, None, nan=step == 1)
         for optimizer in (fast, slow):

@@ -28,8 +28,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 def _ties(fmt: em.Format, shape: tuple[int, int], whole: float) -> np.ndarray:
-    """Numbers halfway between neighbouring codes. Every run of 16 holds the largest value, so a block's scale is 1
-    (NVFP4: if one element is `whole`)."""
+    """Numbers halfway between codes; a largest value in every run of 16 makes scales 1 (NVFP4: if one is `whole`)."""
     halves = (fmt.values[1:] + fmt.values[:-1]) / 2
     index = np.arange(shape[0] * shape[1]).reshape(shape)
     x = np.where(index % 2 == 0, 1.0, -1.0) * halves[index * 7 % len(halves)]

@@ -51,8 +51,7 @@ def nibbles(packed: np.ndarray, any_zero: bool) -> np.ndarray:
 def assert_same(
     fields: dict[str, torch.Tensor], usage: str, expected: em.Packed, what: str, any_zero: bool = False
 ) -> None:
-    """Compare packed codes, scales and amax. The codes of a block whose scale is NaN mean nothing. any_zero: zeros may
-    have either sign; that of a sum of zeros depends on the order."""
+    """The codes of a block whose scale is NaN mean nothing. any_zero: zeros have either sign, as sums of zeros do."""
     scales = fields[f"{usage}_scale_inv"]
     assert scales.dtype == torch.float8_e4m3fn
     scales = scales.view(torch.uint8).numpy()

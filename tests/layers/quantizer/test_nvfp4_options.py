@@ -1,5 +1,4 @@
-"""NVFP4 with rows that have scales of their own, with two candidates per block, and with the Hadamard transform without
-its signs: bit for bit an emulation that shares no code with it, alone, in rows by group, and in layers."""
+"""NVFP4 with scales of rows, two candidates per block, or no signs: bit for bit an independent emulation."""
 
 from collections.abc import Callable
 
@@ -28,8 +27,7 @@ def test_four_over_six_is_the_emulation(e4m3_max: int, err_mode: str, block_rows
         fields = quantizer.quantize_fields(x)
         assert_same(fields, "rowwise", expected, what)
         if block_rows == 1:
-            transposed = em.four_over_six(values.T, 1, e4m3_max, err_mode == "MSE")
-            assert_same(fields, "columnwise", transposed, what)
+            assert_same(fields, "columnwise", em.four_over_six(values.T, 1, e4m3_max, err_mode == "MSE"), what)
         if np.isfinite(values).all():
             found = quantizer.dequantize_fields(fields, torch.float32, x.shape)
             np.testing.assert_allclose(found.numpy(), expected.values, rtol=3e-7, atol=0)
@@ -93,8 +91,7 @@ def test_rows_by_group_are_the_groups_alone(case: str) -> None:
 def test_the_transform_without_random_signs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(em, "SIGNS", np.ones(16))
     values = np.round(np.random.default_rng(0).standard_normal((37, 20)) * 256) / 256  # sums are exact
-    x = torch.from_numpy(values.astype(np.float32))
-    fields = CASES["no signs"]().quantize_fields(x)
+    fields = CASES["no signs"]().quantize_fields(torch.from_numpy(values.astype(np.float32)))
     expected = em.quantize(em.rotate(em.to_bfloat16(values.astype(np.float32).T)))
     assert_same(fields, "columnwise", expected, "no signs", any_zero=True)
     assert_same(fields, "rowwise", em.quantize(values.astype(np.float32)), "no signs")
@@ -120,8 +117,7 @@ def test_layers_multiply_what_the_quantizers_make(recipe: NVFP4BlockScaling, gro
     w = layer.weight.detach().view(48, 64)
 
     def stored(quantizer: Quantizer, tensor: torch.Tensor, usage: str) -> torch.Tensor:
-        member = quantizer.member(usage)
-        own = member.with_usage(rowwise=usage == "rowwise", columnwise=usage == "columnwise")
+        own = quantizer.member(usage).with_usage(rowwise=usage == "rowwise", columnwise=usage == "columnwise")
         return own.quantize(tensor).dequantize(torch.float32)
 
     of_x, of_w, of_dy = quantizers.input, quantizers.weight, quantizers.grad_output

@@ -1,5 +1,4 @@
-"""A number format is what docs/contributing/format.md says: one definition, one quantizer that writes `encode` and
-`operand`. Layers compute with it forward and backward, eagerly and compiled, without a line elsewhere."""
+"""One definition and one quantizer make a format (docs/contributing/format.md), eager and compiled, without more."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -85,8 +84,7 @@ def rounded(x: Tensor, dim: int) -> Tensor:
 
 
 def expected(x: Tensor, w: Tensor, dy: Tensor) -> list[Tensor]:
-    y = rounded(x, 1) @ rounded(w, 1).mT
-    return [y, rounded(dy, 1) @ rounded(w, 0), rounded(dy, 0).mT @ rounded(x, 0)]
+    return [rounded(x, 1) @ rounded(w, 1).mT, rounded(dy, 1) @ rounded(w, 0), rounded(dy, 0).mT @ rounded(x, 0)]
 
 
 def close(found: list[Tensor], wanted: list[Tensor]) -> None:
@@ -121,7 +119,6 @@ def test_tensors_of_it_are_stored_and_read_back() -> None:
     tensor = SixBitQuantizer().quantize(x)
     assert torch.equal(tensor.dequantize(), rounded(x, 1)) and tensor.rowwise_data.dtype == torch.int8
     assert tensor.columnwise_data.shape == (48, 32)
-    rows = GroupedRows.quantize_rows(x, SPLITS, SixBitQuantizer())
-    assert torch.equal(rows.dequantize(), rounded(x, 1))
+    assert torch.equal(GroupedRows.quantize_rows(x, SPLITS, SixBitQuantizer()).dequantize(), rounded(x, 1))
     found = SixBitQuantizer().statistics(x)
     assert found["amax"] == x.abs().max() and found["saturation"] == 0

@@ -1,5 +1,4 @@
-"""What holds for any tensor: values go to their nearest number, quantizing again changes nothing, transposing and
-batching commute with quantizing, groups of rows do not see each other."""
+"""Of any tensor: nearest numbers, idempotence, transposing and batching commute, groups do not see each other."""
 
 import numpy as np
 import pytest
@@ -132,8 +131,7 @@ def test_groups_of_rows_are_quantized_by_themselves(name: str, usage) -> None:
     sizes = [2 * align, 0, align, 3 * align]
     x = torch.randn(sum(sizes), 50, generator=torch.Generator().manual_seed(0))
     x[: sizes[0]] *= 1000
-    rows = GroupOffsets.of(torch.tensor(sizes), len(x))
-    together = quantizer.rounded(x, usage, torch.float32, None, rows)
+    together = quantizer.rounded(x, usage, torch.float32, None, GroupOffsets.of(torch.tensor(sizes), len(x)))
     begin = 0
     for group, size in enumerate(sizes):
         alone = quantizer.rounded(x[begin : begin + size], usage, torch.float32)

@@ -34,9 +34,8 @@ def test_scale_and_history_follow_the_formula(fmt: em.Format, length: int, margi
     """Zero leaves all as it is; infinity and NaN leave the scale; a scale that overflows is the largest float32."""
     rng = np.random.default_rng(0)
     orders = [AMAXES, *(list(rng.permutation(AMAXES)) for _ in range(3))]
-    steps = torch.tensor(
-        np.array(orders).T, dtype=torch.float32
-    )  # [steps, columns], each column an independent history
+    # [steps, columns], each column an independent history
+    steps = torch.tensor(np.array(orders).T, dtype=torch.float32)
     scale, history = torch.ones(len(orders)), torch.zeros(length - 1, len(orders))
     expected: list[tuple[np.float32, list[float]]] = [(np.float32(1), [])] * len(orders)
     changes = 0
@@ -54,12 +53,6 @@ def test_scale_and_history_follow_the_formula(fmt: em.Format, length: int, margi
         for column, (_, seen) in zip(history.T, expected, strict=True):
             np.testing.assert_array_equal(column.numpy(), np.pad(seen, (0, length - 1 - len(seen))).astype(np.float32))
     assert changes > 4
-
-
-def test_a_function_of_the_history_may_choose_the_amax() -> None:
-    history = torch.tensor([[4.0, 0.0], [2.0, 8.0]])
-    scale = next_scale(torch.ones(2), history, history[0], torch.tensor(448.0), 0, lambda amaxes: amaxes.mean(0))
-    assert scale.tolist() == [np.float32(448) / np.float32(3), 1.0]
 
 
 @pytest.mark.matrix

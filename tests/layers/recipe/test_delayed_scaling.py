@@ -1,5 +1,4 @@
-"""Delayed scaling step by step: against a plain emulation, eager against compiled, across a resume, under patterns of
-forward and backward passes, in evaluation, calibration and recomputation."""
+"""Delayed scaling step by step: an emulation, compiled, resumed, in any order of passes, evaluated and recomputed."""
 
 import contextlib
 import copy
@@ -390,10 +389,8 @@ def test_calibration_runs_in_high_precision_and_sets_scales(grouped: bool) -> No
         with te.autocast(enabled=False, calibrating=True, recipe=RECIPE):
             calibrated = layer(*arguments)
     assert torch.equal(plain, calibrated)
-    weight = layer.weight.detach().abs()
-    expected = torch.stack(
-        [torch.tensor([2.0, 7.0]) if grouped else torch.tensor([7.0]), weight.amax((-2, -1)).view(-1)]
-    )
+    inputs = torch.tensor([2.0, 7.0] if grouped else [7.0])
+    expected = torch.stack([inputs, layer.weight.detach().abs().amax((-2, -1)).view(-1)])
     assert torch.equal(layer.fp8_scale[:2], torch.tensor(448.0) / expected)  # a number by a tensor is rounded twice
     with te.autocast(enabled=False, calibrating=True, recipe=te.MXFP8BlockScaling()):
         assert torch.equal(layer(*arguments), plain)
@@ -436,8 +433,7 @@ PLAIN = aot_autograd(fw_compiler=make_boxed_compiler(lambda graph, inputs: graph
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["aot_eager", PLAIN, "inductor"])
 def test_a_region_inside_a_compiled_function(backend: str | Callable) -> None:
-    """Its exit is part of the graph, and the backward passes (B) of several calls (F) may come in any order after it:
-    the largest of the gradients between two exits counts, falling as they are here."""
+    """Its exit is in the graph; after it backward passes (B) of calls (F) come in any order, and the largest counts."""
     results = []
     for compiled in (False, True):
         torch._dynamo.reset()
@@ -510,7 +506,6 @@ def test_a_state_dict_loads_under_another_recipe_or_none() -> None:
     plain = MLP()
     target.load_state_dict(plain.state_dict())  # a state without: weights change, histories stay
     assert torch.equal(target.up.fp8_scale, source.up.fp8_scale)
-    longer = te.DelayedScaling(amax_history_len=20)
-    with te.autocast(recipe=longer):
+    with te.autocast(recipe=te.DelayedScaling(amax_history_len=20)):
         target(x)
     assert target.up.fp8_history.shape == (19, 3, 1)

@@ -1,5 +1,4 @@
-"""A region that a checkpointed function opens itself: gradients are those without checkpointing, under every recipe and
-however torch checkpoints, or the call is refused in one sentence."""
+"""A region opened in a checkpointed function: gradients are those without a checkpoint, or one sentence refuses."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,5 +1,4 @@
-"""`Linear(boundary="layer")`, an operation forward and one backward: real against fake in every combination, the bits
-of `boundary="kernel"` eager and compiled, and what is refused by name."""
+"""`Linear(boundary="layer")`, one operation each way: real against fake, the bits of "kernel", what is refused."""
 
 import itertools
 from typing import Any

@@ -274,8 +274,7 @@ def test_a_cache_is_written_into_where_the_schema_says_so(name: str, compiled: b
         fill_cache(cache, weight * 2)
         return cache.dequantize()
 
-    function = torch.compile(run, fullgraph=True, backend="aot_eager") if compiled else run
-    values = function(cache, weight)
+    values = (torch.compile(run, fullgraph=True, backend="aot_eager") if compiled else run)(cache, weight)
     expected = quantizer.quantize(weight * 2)
     assert torch.equal(values, expected.dequantize()) and same_bits(expected, cache.fields)
 
@@ -329,8 +328,7 @@ def test_texts_that_name_no_known_class_and_live_state_are_refused() -> None:
     with pytest.raises(ValueError, match=re.escape("a quantizer of class os.path is named")):
         quantizer_from_text(unknown)
     quantizer = MXFP8Quantizer()
-    group = dist.ProcessGroup(dist.HashStore(), 0, 1)
-    object.__setattr__(quantizer, "two_dimensional", group)
+    object.__setattr__(quantizer, "two_dimensional", dist.ProcessGroup(dist.HashStore(), 0, 1))
     with pytest.raises(TypeError, match="two_dimensional is a ProcessGroup, live state"):
         text_of(quantizer)
 

@@ -1,5 +1,4 @@
-"""Usages that change inside of a compiled function: which copies `quantize` makes there, and what the object says
-afterwards."""
+"""Usages that change in a compiled function: which copies `quantize` makes there, and what the object says after."""
 
 from collections.abc import Callable
 from typing import Any

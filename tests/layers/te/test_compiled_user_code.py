@@ -1,5 +1,4 @@
-"""Users compile functions of their own in which our layers are called between other operations: one graph, the bits of
-eager, under every recipe; regions, recipes as arguments and weight caches inside or around them."""
+"""Users' functions with our layers between other operations compile to one graph with the bits of eager."""
 
 from collections.abc import Callable
 from typing import Any
@@ -35,8 +34,7 @@ class Mixed(nn.Module):
         rows = x.flatten(0, 1)
         chosen = self.gate(rows).argmax(-1)
         order = torch.argsort(chosen, stable=True)
-        splits = F.one_hot(chosen, 2).sum(0)
-        experts = self.experts(rows[order], splits)
+        experts = self.experts(rows[order], F.one_hot(chosen, 2).sum(0))
         x = x + torch.zeros_like(rows).index_copy(0, order, F.silu(experts)).view_as(x)
         return self.block(x + self.mlp(x).clamp(-4, 4)).float().square().mean()
 

@@ -32,8 +32,7 @@ def buffers(name: str, values: list[Tensor]) -> dict[str, Tensor]:
     """The flat buffers in which Transformer Engine keeps members that were quantized one by one."""
     found: dict[str, list[Tensor]] = {}
     for own in values:
-        quantized = QUANTIZERS[name].quantize(own)
-        for field, stored in quantized.fields.items():
+        for field, stored in QUANTIZERS[name].quantize(own).fields.items():
             usage, _, part = field.partition("_")
             target = {"rowwise_data": "data"}.get(field, part if usage == "rowwise" else field)
             if part == "scale_inv" and stored.dim() == 2:

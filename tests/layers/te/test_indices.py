@@ -1,5 +1,4 @@
-"""Positions, rows and chunks that are not there are an error in one sentence: no index is clamped to one that is there,
-and none counts from the end."""
+"""Indices that are not there are an error in one sentence: none is clamped, and none counts from the end."""
 
 from collections.abc import Callable
 

@@ -52,8 +52,7 @@ def test_another_number_of_rows_drops_the_last_or_adds_zeros(wanted: int) -> Non
     kept = min(wanted, T * K)
     assert rows.shape == (wanted, H) and torch.equal(rows[:kept], whole[:kept]) and not rows[kept:].any()
     expected = torch.zeros(T, H)
-    pairs = [(t, e) for e in range(E) for t in range(T) if mask[t, e]][:kept]
-    for t, e in pairs:
+    for t, e in [(t, e) for e in range(E) for t in range(T) if mask[t, e]][:kept]:
         expected[t] += x[t] * probs[t, e]
     torch.testing.assert_close(te.moe_unpermute(rows, row_id_map, probs), expected)
 
@@ -118,8 +117,7 @@ ROW_QUANTIZERS = {
 def test_quantized_rows_stay_quantized(name: str) -> None:
     """The bits of each row's data and scales; of rows of no token zeros; the gradient is that of plain rows."""
     _, probs, indices, mask = routed()
-    values = torch.randn(T, 128, dtype=torch.bfloat16)
-    x = ROW_QUANTIZERS[name].quantize(values)
+    x = ROW_QUANTIZERS[name].quantize(torch.randn(T, 128, dtype=torch.bfloat16))
     plain = x.dequantize().requires_grad_()
     x.requires_grad_()
     for routing, map_type, wanted in ((mask, "mask", T * K + 2), (indices, "index", -1)):
@@ -145,8 +143,7 @@ def test_quantized_rows_stay_quantized(name: str) -> None:
 
 def test_rows_that_share_scales_are_refused() -> None:
     _, _, _, mask = routed()
-    wrong = te.Float8BlockQuantizer(), te.MXFP8Quantizer(rowwise=False)
-    for quantizer in wrong:
+    for quantizer in (te.Float8BlockQuantizer(), te.MXFP8Quantizer(rowwise=False)):
         with pytest.raises(ValueError, match="cannot be permuted; allowed: a rowwise copy, with blocks of one row"):
             te.moe_permute(quantizer.quantize(torch.randn(T, 128)), mask)
 

@@ -1,6 +1,4 @@
-"""`parallel_cross_entropy` on one rank, and the mathematics of a split vocabulary, against the whole one in float64.
-
-On two real ranks, eagerly and compiled, it is a case of `tests/layers/tensor_parallel_ranks.py`."""
+"""`parallel_cross_entropy` on one rank, and the mathematics of a split vocabulary, against the whole one in float64."""
 
 import pytest
 import torch
@@ -24,8 +22,7 @@ def given(*shape: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tens
 
 def exact(logits: Tensor, labels: Tensor, smoothing: float) -> Tensor:
     """Each token's loss in float64, written out."""
-    words = logits.shape[-1]
-    one_hot = torch.full(logits.shape, smoothing / words, dtype=torch.float64)
+    one_hot = torch.full(logits.shape, smoothing / logits.shape[-1], dtype=torch.float64)
     chosen = torch.full((*labels.shape, 1), 1 - smoothing, dtype=torch.float64)
     one_hot = one_hot.scatter_add(-1, labels.clamp(min=0)[..., None], chosen)
     return -(one_hot * logits.double().log_softmax(-1)).sum(-1) * (labels != -100)
@@ -102,5 +99,4 @@ def test_shards_make_the_loss_of_the_whole(smoothing: float, kernels: bool, monk
 
 
 def _plain(logits: Tensor, labels: Tensor) -> Tensor:
-    chosen = logits.gather(1, labels.clamp(min=0)[:, None])[:, 0]
-    return (logits.logsumexp(-1) - chosen) * (labels != -100)
+    return (logits.logsumexp(-1) - logits.gather(1, labels.clamp(min=0)[:, None])[:, 0]) * (labels != -100)

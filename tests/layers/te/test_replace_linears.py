@@ -1,5 +1,4 @@
-"""`replace_linears` puts our layers into any model: the very parameters under the same names, the same bits in high
-precision, and a report of what was left and why."""
+"""`replace_linears` puts our layers into any model: names and bits stay, and what was left is told with its reason."""
 
 import pytest
 import torch

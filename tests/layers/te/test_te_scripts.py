@@ -138,8 +138,7 @@ def test_operations() -> None:
 @pytest.mark.parametrize("init", [te.fp8_model_init, te.quantized_model_init])
 @pytest.mark.parametrize("grouped", [False, True])
 def test_float32_masters_taken_from_quantized_parameters(grouped: bool, init: Callable[..., Any]) -> None:
-    """As Megatron's Float16Optimizer has them: cloned in float32, updated, copied back. The weight is then that of an
-    optimizer which does so itself."""
+    """As Megatron's Float16Optimizer: cloned, updated, copied back; the weight is that of an optimizer that does so."""
     weights = []
     for own in (True, False):
         torch.manual_seed(0)

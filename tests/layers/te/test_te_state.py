@@ -1,5 +1,4 @@
-"""What programs of Transformer Engine read of layers and of the regions around them: `fp8_meta`, `quantizers`, recipe
-states and `FP8GlobalStateManager`, in its slots and its order of amaxes."""
+"""What programs of Transformer Engine read of layers and regions: `fp8_meta`, `quantizers`, states, global state."""
 
 import copy
 
@@ -45,8 +44,7 @@ def test_slots_of_several_gemms() -> None:
     experts = te.GroupedLinear(2, 16, 16)
     run(experts, x, [2, 4])
     newest = experts.fp8_meta["scaling_fwd"].amax_history[-1].view(2, 3)
-    groups = [part.abs().max() for part in x.split([2, 4])]
-    assert torch.equal(newest[:, 0], torch.stack(groups))
+    assert torch.equal(newest[:, 0], torch.stack([part.abs().max() for part in x.split([2, 4])]))
     assert torch.equal(newest[:, 1], experts.weight.detach().abs().amax((1, 2)))
     mlp = te.LayerNormMLP(16, 32)
     run(mlp, x)

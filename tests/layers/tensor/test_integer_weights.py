@@ -43,8 +43,7 @@ def test_a_layer_computes_with_the_values_forward_and_backward(name: str, dtype:
         y.sum().backward()
         assert x.grad is not None
         results.append((y.detach(), x.grad, layer.bias.grad))
-    for found, expected in zip(*results, strict=True):
-        assert torch.equal(found, expected)
+    torch.testing.assert_close(*results, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("per_gemm", [False, True])

@@ -1,5 +1,4 @@
-"""The values of a quantized tensor are a plain tensor, however they are asked for: it is written to in place, trained
-and averaged, and the quantized tensor stays as it is."""
+"""The values of a quantized tensor are a plain one, however asked for; writing to it leaves the quantized one."""
 
 import contextlib
 from collections.abc import Callable

@@ -186,8 +186,7 @@ def test_new_tensors_of_another_dtype_are_plain(quantized: te.QuantizedTensor) -
     ):
         assert type(new) is torch.Tensor and new.dtype is torch.float32 and new.shape == half.shape
     assert type(torch.empty_like(half)) is type(torch.empty_like(half, dtype=torch.bfloat16)) is type(half)
-    master = torch.empty_like(half, dtype=torch.float32).copy_(half)
-    assert torch.equal(master, half.dequantize(torch.float32))
+    assert torch.equal(torch.empty_like(half, dtype=torch.float32).copy_(half), half.dequantize(torch.float32))
 
 
 def test_gradients_pass_a_conversion(quantized: te.QuantizedTensor) -> None:

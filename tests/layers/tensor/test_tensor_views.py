@@ -110,8 +110,7 @@ def test_slices_between_blocks_share_the_fields(name: str) -> None:
         view = base[index]
         assert type(view) is type(base) and shares_storage(view, base)
         assert torch.equal(view.dequantize(), values[index])
-    pieces = (base.split(128), base.chunk(2), base.split([128, 128]), torch.tensor_split(base, 2))
-    for found in pieces:
+    for found in (base.split(128), base.chunk(2), base.split([128, 128]), torch.tensor_split(base, 2)):
         assert torch.equal(torch.cat([piece.dequantize() for piece in found]), values)
     assert base[:].shape == base.shape and base[128:128].shape == (0, 384)
 

@@ -1,5 +1,4 @@
-"""Callbacks: what they are told, that an error in one loses nothing, where named ones come from; evaluations by others'
-code; the upload with its card."""
+"""Callbacks are told events and lose nothing by an error; evaluations by others' code; the upload with its card."""
 
 from __future__ import annotations
 
@@ -13,60 +12,46 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from te_models import GPTModel
+from te_models import GPTModel, training
 from te_models.child_process import import_path
 from te_models.config import ConfigError
-from te_models.training import (
-    Callback,
-    CallbackError,
-    EvaluationConfig,
-    HubConfig,
-    PushToHub,
-    RunView,
-    TrainConfig,
-    latest_checkpoint,
-    model_card,
-    push_to_hub,
-    read_metrics,
-    train,
-)
 from te_models.training.callbacks import load_installed
 from tests.training.runs import assert_same_bits, tensors_under, tiny_run
 
-LOSS = EvaluationConfig(every=2, batches=1)
+LOSS = training.EvaluationConfig(every=2, batches=1)
 
 
-class Notes(Callback):
+class Notes(training.Callback):
     """Notes what it is told on one of so many ranks; fails where asked, once."""
 
     def __init__(self, fail: str = "", step: int = 3, rank: int = 0, ranks: int = 1) -> None:
         self.told: list[tuple[str, int, Any]] = []
         self.fail, self.step, self.place = fail, step, (rank, ranks)
 
-    def note(self, event: str, run: RunView, value: Any = None) -> None:
+    def note(self, event: str, run: training.RunView, value: Any = None) -> None:
         assert (run.rank, run.ranks) == self.place
         self.told.append((event, run.step, value))
         if event == self.fail and run.step >= self.step:
             raise RuntimeError("no more")
 
-    def on_begin(self, run: RunView) -> None:
+    def on_begin(self, run: training.RunView) -> None:
         assert isinstance(run.model, GPTModel) or run.ranks > 1
         self.note("on_begin", run)
 
-    def on_step(self, run: RunView, loss: float) -> None:
+    def on_step(self, run: training.RunView, loss: float) -> None:
         self.note("on_step", run, loss)
 
-    def on_evaluate(self, run: RunView, numbers: Mapping[str, float]) -> None:
+    def on_evaluate(self, run: training.RunView, numbers: Mapping[str, float]) -> None:
         self.note("on_evaluate", run, dict(numbers))
 
-    def on_log(self, run: RunView, row: Mapping[str, Any]) -> None:
+    def on_log(self, run: training.RunView, row: Mapping[str, Any]) -> None:
         self.note("on_log", run, row["loss"])
 
-    def on_save(self, run: RunView, checkpoint: Path) -> None:
+    def on_save(self, run: training.RunView, checkpoint: Path) -> None:
         assert checkpoint.is_dir()
         self.note("on_save", run, checkpoint.name)
 
-    def on_end(self, run: RunView, result: Any) -> None:
+    def on_end(self, run: training.RunView, result: Any) -> None:
         self.note("on_end", run, result.step)
 
 
@@ -76,14 +61,16 @@ def weight_norm(model: GPTModel) -> dict[str, float]:
     return {"norm": float(model.embedding.word_embeddings.weight.norm())}
 
 
-def run_of(tmp_path: Path, name: str = "run", **changes: Any) -> TrainConfig:
+def run_of(tmp_path: Path, name: str = "run", **changes: Any) -> training.TrainConfig:
     return tiny_run(tmp_path, name, **({"steps": 4, "evaluation": LOSS} | changes))
 
 
 def test_what_a_callback_is_told(tmp_path: Path) -> None:
     notes = Notes()
     evaluations = {"own": lambda model: torch.tensor(1.5), "weights": weight_norm}
-    rows = read_metrics(train(run_of(tmp_path), callbacks=[notes], evaluations=evaluations).metrics_file)
+    rows = training.read_metrics(
+        training.train(run_of(tmp_path), callbacks=[notes], evaluations=evaluations).metrics_file
+    )
     events = [(event, step) for event, step, _ in notes.told]
     of_step = [[("on_step", s), *([("on_evaluate", s)] if s % 2 == 0 else []), ("on_log", s)] for s in (1, 2, 3, 4)]
     saved = [[], [("on_save", 2)], [], [("on_save", 4)]]
@@ -102,26 +89,30 @@ def test_an_error_names_its_callback_and_loses_nothing(tmp_path: Path, event: st
     config = run_of(tmp_path)
     step = {"on_evaluate": 4, "on_save": 4, "on_end": 4}.get(event, 3)
     kept = "the run is complete: " if event == "on_end" else f"step {step} of 4 is saved in "
-    with pytest.raises(CallbackError) as caught:
-        train(config, callbacks=[Notes(event)])
+    with pytest.raises(training.CallbackError) as caught:
+        training.train(config, callbacks=[Notes(event)])
     name = "tests.training.callbacks.test_callbacks:Notes"
     said = f"the callback {name} failed in {event} at step {step}: RuntimeError: no more; "
     assert str(caught.value).startswith(said + kept) and isinstance(caught.value.__cause__, RuntimeError)
-    assert latest_checkpoint(tmp_path / "run").name == f"step-{step:08d}"
-    train(config)  # goes on
+    assert training.latest_checkpoint(tmp_path / "run").name == f"step-{step:08d}"
+    training.train(config)  # goes on
     if event == "on_step":
-        train(run_of(tmp_path, "whole"))
+        training.train(run_of(tmp_path, "whole"))
         assert_same_bits(*(tensors_under(tmp_path / name / "final") for name in ("run", "whole")))
 
 
 def test_evaluations_that_fail_and_those_of_a_configuration(tmp_path: Path) -> None:
     name = "tests.training.callbacks.test_callbacks:weight_norm"
     config = run_of(tmp_path, evaluation=LOSS.replace(functions=(f"weights={name}",)))
-    with pytest.raises(CallbackError, match=r"the evaluation odd failed at step 2: TypeError: it returned a str"):
-        train(config, evaluations={"odd": lambda model: "much"})
-    assert read_metrics(train(config).metrics_file)[3]["evaluations"].keys() == {"weights/norm"}
+    with pytest.raises(
+        training.CallbackError, match=r"the evaluation odd failed at step 2: TypeError: it returned a str"
+    ):
+        training.train(config, evaluations={"odd": lambda model: "much"})
+    assert training.read_metrics(training.train(config).metrics_file)[3]["evaluations"].keys() == {"weights/norm"}
     with pytest.raises(ConfigError, match=r"evaluation\.functions has '.*:gone', and .* has no 'gone'"):
-        train(config.replace(evaluation=LOSS.replace(functions=("a=tests.training.callbacks.test_callbacks:gone",))))
+        training.train(
+            config.replace(evaluation=LOSS.replace(functions=("a=tests.training.callbacks.test_callbacks:gone",)))
+        )
     with pytest.raises(ConfigError, match=r'evaluation\.functions is .*; allowed: "name=package\.module:function"'):
         LOSS.replace(functions=("a",))
 
@@ -133,7 +124,7 @@ def test_named_callbacks_are_installed_ones(tmp_path: Path, monkeypatch: pytest.
     for entry in ("", str(tmp_path), "."):
         monkeypatch.setattr(sys, "path", [entry, *sys.path])
         with pytest.raises(ConfigError, match=r"callbacks has 'stranger:Stop', and no module 'stranger' is installed"):
-            train(run_of(tmp_path, callbacks=("stranger:Stop",)))
+            training.train(run_of(tmp_path, callbacks=("stranger:Stop",)))
     monkeypatch.undo()
     # an editable package is installed in the folder itself, by an entry behind the environment's packages
     (tmp_path / "own_callbacks.py").write_text("value = 3\n")
@@ -147,8 +138,8 @@ def test_named_callbacks_are_installed_ones(tmp_path: Path, monkeypatch: pytest.
         "te_models.training:list_checkpoints": "list_checkpoints cannot be made: TypeError: ",
         "math:pi": "which is a float; allowed: a te_models.training.Callback",
     }.items():
-        with pytest.raises((ConfigError, CallbackError), match=said):
-            train(run_of(tmp_path, callbacks=(name,)))
+        with pytest.raises((ConfigError, training.CallbackError), match=said):
+            training.train(run_of(tmp_path, callbacks=(name,)))
 
 
 class Named(Notes):
@@ -164,7 +155,7 @@ class Named(Notes):
 def test_a_named_callback_is_made_and_told(tmp_path: Path) -> None:
     own = importlib.import_module("tests.training.callbacks.test_callbacks")
     own.Named.made.clear()
-    train(run_of(tmp_path, callbacks=("tests.training.callbacks.test_callbacks:Named",), steps=2))
+    training.train(run_of(tmp_path, callbacks=("tests.training.callbacks.test_callbacks:Named",), steps=2))
     assert [told.told[-1][0] for told in own.Named.made] == ["on_end"]
 
 
@@ -191,22 +182,24 @@ class Api:
 def test_the_result_is_uploaded_with_its_facts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.HfApi", Api)
     Api.calls.clear()
-    config = run_of(tmp_path, hub=HubConfig(repo_id="me/model"), steps=2)
+    config = run_of(tmp_path, hub=training.HubConfig(repo_id="me/model"), steps=2)
     for token, said in ((None, "without a token; allowed: after `hf auth login`, or with HF_TOKEN"), ("hf_x", "")):
         monkeypatch.setattr("huggingface_hub.get_token", lambda token=token: token)
         if said:
-            with pytest.raises(CallbackError, match=f"failed in on_begin at step 0: ConfigError: .*{said}"):
-                train(config)
+            with pytest.raises(training.CallbackError, match=f"failed in on_begin at step 0: ConfigError: .*{said}"):
+                training.train(config)
     with pytest.raises(ConfigError, match=r"hub\.repo_id is 'my model'; allowed: organisation/name, of letters"):
-        train(config.replace(hub=HubConfig(repo_id="my model")))
-    result = train(config, evaluations={"own": lambda model: 0.25})
+        training.train(config.replace(hub=training.HubConfig(repo_id="my model")))
+    result = training.train(config, evaluations={"own": lambda model: 0.25})
     assert [name for name, _ in Api.calls] == ["HfApi", "create_repo", "upload_folder"]
     assert Api.calls[1][1] == {"repo_id": "me/model", "private": True, "exist_ok": True}
     uploaded = Api.calls[2][1]
     assert uploaded["folder_path"] == str(result.model_dir) and uploaded["revision"] is None
     card = uploaded["card"]
-    assert card == model_card(tmp_path / "run") and card.startswith("---\nlibrary_name: te_models\n---\n\n# run\n")
-    rows = read_metrics(result.metrics_file)
+    assert card == training.model_card(tmp_path / "run") and card.startswith(
+        "---\nlibrary_name: te_models\n---\n\n# run\n"
+    )
+    rows = training.read_metrics(result.metrics_file)
     for fact in (
         "| steps | 2 of 2 |",
         "| model | random weights |",
@@ -219,9 +212,9 @@ def test_the_result_is_uploaded_with_its_facts(tmp_path: Path, monkeypatch: pyte
     ):
         assert fact in card, fact
     assert (result.model_dir / "README.md").read_text() == card
-    push_to_hub(tmp_path / "run", "me/model", revision="v2")
+    training.push_to_hub(tmp_path / "run", "me/model", revision="v2")
     branch = ("create_branch", {"repo_id": "me/model", "branch": "v2", "exist_ok": True})
     assert Api.calls[-2] == branch and Api.calls[-1][1]["revision"] == "v2"
     with pytest.raises(ConfigError, match=r"has no final/config\.json or no starts\.jsonl"):
-        model_card(tmp_path)
-    assert isinstance(PushToHub("me/model"), Callback)
+        training.model_card(tmp_path)
+    assert isinstance(training.PushToHub("me/model"), training.Callback)

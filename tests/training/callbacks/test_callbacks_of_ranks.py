@@ -1,5 +1,4 @@
-"""Callbacks of a run on several ranks: each rank is told each event once, rows go to rank 0 alone, and what a callback
-raises on one rank ends all of them."""
+"""Each rank is told each event once, rows go to rank 0 alone, and what a callback raises ends all ranks."""
 
 from pathlib import Path
 
@@ -56,8 +55,7 @@ def test_an_error_on_one_rank_ends_all_with_a_sentence(event: str, failing: int,
     saved = "the run is complete: " if event == "on_end" else f"step {step} of 4 is saved in "
     assert str(caught.value).startswith(said + saved) and "\n" not in str(caught.value)
     assert isinstance(caught.value.__cause__, RuntimeError) == (rank == failing)
-    saved_in = latest_checkpoint(tmp_path / "run")
-    assert saved_in.name == f"step-{step:08d}"
+    assert latest_checkpoint(tmp_path / "run").name == f"step-{step:08d}"
     dist.barrier()
     notes = Notes(rank=rank, ranks=2)
     train(config, callbacks=[notes])

@@ -32,16 +32,7 @@ from te_models.training import (
 )
 from te_models.training.checkpoints.checkpoint import load_state
 from te_models.training.checkpoints.checks import TENSORS, VALUES, manifest_paths
-from tests.training.edited import (
-    Case,
-    edit_tensors,
-    edit_values,
-    file_cases,
-    make_version_1,
-    seal,
-    tensor_cases,
-    value_cases,
-)
+from tests.training import edited
 from tests.training.runs import assert_same_bits, curve, tensors_under, tiny_model, tiny_run
 
 
@@ -92,14 +83,14 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return Run(folder, config)
 
 
-def cases_of(run: Run) -> Iterator[Case]:
+def cases_of(run: Run) -> Iterator[edited.Case]:
     folder, other = (run.checkpoints / f"step-0000000{step}" for step in (4, 2))
-    yield from value_cases(json.loads((folder / VALUES).read_text()))
-    yield from tensor_cases(load_file(folder / TENSORS))
-    yield from file_cases(folder, other)
+    yield from edited.value_cases(json.loads((folder / VALUES).read_text()))
+    yield from edited.tensor_cases(load_file(folder / TENSORS))
+    yield from edited.file_cases(folder, other)
 
 
-def assert_told(run: Run, case: Case) -> None:
+def assert_told(run: Run, case: edited.Case) -> None:
     """The edit ends in one sentence that names the checkpoint, the intact one and the option; or changes nothing."""
     config, folder = run.copy("edited")
     case(folder)
@@ -131,7 +122,9 @@ def test_edits_are_told(run: Run) -> None:
 def test_all_edits_are_told(run: Run, plain: Run, part: int) -> None:
     for case in itertools.islice(cases_of(run), part, None, 8):
         assert_told(run, case)
-    for case in itertools.islice(tensor_cases(load_file(plain.checkpoints / "step-00000004" / TENSORS)), part, None, 8):
+    for case in itertools.islice(
+        edited.tensor_cases(load_file(plain.checkpoints / "step-00000004" / TENSORS)), part, None, 8
+    ):
         assert_told(plain, case)
 
 
@@ -263,7 +256,7 @@ def test_without_an_intact_one_the_sentence_says_so(run: Run) -> None:
 
 def test_a_checkpoint_of_an_earlier_release_continues_with_a_warning(run: Run) -> None:
     config, folder = run.copy("earlier")
-    make_version_1(folder)
+    edited.make_version_1(folder)
     with pytest.warns(UserWarning, match="is a checkpoint of an earlier release, without a manifest.json"):
         train(config)
     assert_same_bits(tensors_under(Path(config.output_dir) / "final"), tensors_under(run.checkpoints.parent / "final"))
@@ -294,8 +287,8 @@ def test_values_out_of_range_are_named(plain: Run) -> None:
         changed = found[key].clone()
         changed.view(-1)[7] = value
         _, folder = plain.copy("ranges")
-        edit_tensors(folder, lambda tensors, key=key, changed=changed: tensors.update({key: changed}))
-        seal(folder)
+        edited.edit_tensors(folder, lambda tensors, key=key, changed=changed: tensors.update({key: changed}))
+        edited.seal(folder)
         with pytest.raises(TrainingCheckpointError, match=f"{key}' has values out of range; allowed: {allowed}"):
             train(config)
 
@@ -306,8 +299,8 @@ def test_values_out_of_range_are_named(plain: Run) -> None:
 def test_values_that_do_not_fit_each_other_are_refused(plain: Run, key: str, told: str) -> None:
     """The manifest was made anew."""
     _, folder = plain.copy(f"one {key} more")
-    edit_values(folder, lambda values: values.update({key: values[key] + 1}))
-    seal(folder)
+    edited.edit_values(folder, lambda values: values.update({key: values[key] + 1}))
+    edited.seal(folder)
     with pytest.raises(TrainingCheckpointError, match=f"says {told}"):
         load_state(folder)
 
@@ -379,8 +372,8 @@ def test_a_file_that_shrinks_while_it_is_read_is_one_sentence(plain: Run, monkey
 
 def test_nothing_is_removed_beside_a_damaged_one(run: Run) -> None:
     config, newest = run.copy("kept", steps=(2, 4))
-    edit_values(newest, lambda values: values.update(step=3))
-    seal(newest)
+    edited.edit_values(newest, lambda values: values.update(step=3))
+    edited.seal(newest)
     with pytest.raises(TrainingCheckpointError, match="says step 3, but the folder of that step would be named"):
         train(config.replace(checkpoint=CheckpointConfig(every=2, keep_last=1)))
     assert newest.exists() and newest.with_name("step-00000002").exists()

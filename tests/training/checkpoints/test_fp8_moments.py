@@ -1,5 +1,4 @@
-"""FP8 moments that the ranks of one layout saved are those that every other layout goes on with: the same layout bit
-for bit, others to the rounding of FP8. On four ranks."""
+"""FP8 moments of one layout of four ranks continue in every other: bit for bit in the same, else to FP8's rounding."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -90,8 +89,7 @@ def of_all_ranks(problems: Iterator[str]) -> list[str]:
 
 
 def save(model: GPTModel, some: dict[str, LocalPart], folder: Path) -> Path:
-    ranks = Ranks(dist.get_rank(), RANKS)
-    return save_parts(folder / "run", model, some, {"step": 0}, ranks, keep_last=0)
+    return save_parts(folder / "run", model, some, {"step": 0}, Ranks(dist.get_rank(), RANKS), keep_last=0)
 
 
 @on_ranks(4)
@@ -150,8 +148,7 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
 @on_ranks(4)
 @pytest.mark.slow
 def test_what_is_there_twice_is_named(tmp_path: Path) -> None:
-    """The second rank's part is said to begin a row earlier: one row comes twice and one not at all, so that there are
-    as many values as there should be."""
+    """The second rank's part is said to begin a row earlier: one row comes twice, one never, and the count is right."""
     model, optimizer, own = filled("fsdp4")
     some = moment_fields(optimizer, own)
     for key in list(some):

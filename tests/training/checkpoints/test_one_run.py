@@ -42,8 +42,7 @@ def test_a_second_trainer_is_refused_and_a_killed_one_is_continued_at_once(
     rows = curve(config)
     assert [row[0] for row in rows] == list(range(1, len(rows) + 1)), "a row is missing"
     assert (folder / LOCK).exists()
-    newest = latest_checkpoint(folder)
-    train(alone.replace(steps=int(newest.name[5:]) + 1))
+    train(alone.replace(steps=int(latest_checkpoint(folder).name[5:]) + 1))
     assert not (folder / LOCK).exists()
 
 

@@ -43,8 +43,7 @@ def experts_of(rank: int, dims: ParallelDims) -> range:
 
 
 def state_of(rank: int, dims: ParallelDims, layout: str = "") -> dict[str, LayerState]:
-    """Every layer of the rank's stages has a scale, and in its experts one for each that names it; a stream that names
-    the rank among those with the layer, and an amax of gradients that this rank has recorded."""
+    """Layers have a scale and this rank's amax; experts' scales name the expert, streams the rank and the layer."""
     stages = dims.pipeline_model_parallel_size
     each = dims.ranks // stages
     stage, number = rank // each, rank % each

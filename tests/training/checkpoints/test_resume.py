@@ -12,18 +12,9 @@ from typing import Any
 import pytest
 import torch
 
+from te_models import training
 from te_models.checkpoints import CheckpointError
 from te_models.config import ConfigError
-from te_models.training import (
-    CheckpointConfig,
-    EvaluationConfig,
-    OptimizerConfig,
-    PrecisionConfig,
-    TrainConfig,
-    list_checkpoints,
-    loop,
-    train,
-)
 from te_models.training.checkpoints import start
 from te_models.training.checkpoints.checkpoint import TrainingState, load_state
 from te_models.training.step import StepResult, train_step
@@ -36,17 +27,17 @@ class Reference:
     """An uninterrupted run, beside which interrupted ones are made."""
 
     folder: Path
-    config: TrainConfig
+    config: training.TrainConfig
 
-    def run_of(self, name: str, **changes: object) -> TrainConfig:
+    def run_of(self, name: str, **changes: object) -> training.TrainConfig:
         return self.config.replace(output_dir=str(self.folder / name), **changes)
 
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
     folder = tmp_path_factory.mktemp("reference")
-    config = tiny_run(folder, moe=True, steps=6, evaluation=EvaluationConfig(every=3, batches=2))
-    train(config)
+    config = tiny_run(folder, moe=True, steps=6, evaluation=training.EvaluationConfig(every=3, batches=2))
+    training.train(config)
     return Reference(folder, config)
 
 
@@ -80,7 +71,9 @@ def test_killed_during_a_save(reference: Reference, where: str, count: int) -> N
     config = reference.run_of(f"save {where} {count}")
     run_until_killed(config, where, count)
     output_dir = Path(config.output_dir)
-    assert [load_state(folder).step for folder in list_checkpoints(output_dir)]  # at least one, and all can be read
+    assert [
+        load_state(folder).step for folder in training.list_checkpoints(output_dir)
+    ]  # at least one, and all can be read
     assert_continues_as(config, reference.config)
     assert not list((output_dir / "checkpoints").glob(".*"))
 
@@ -97,16 +90,16 @@ def test_killed_twice(reference: Reference) -> None:
 def test_a_first_save_that_dies_leaves_a_run_that_starts_again(reference: Reference) -> None:
     config = reference.run_of("first save")
     run_until_killed(config, "half a file", 0)
-    assert list_checkpoints(Path(config.output_dir)) == []
+    assert training.list_checkpoints(Path(config.output_dir)) == []
     assert_continues_as(config, reference.config)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bf16", "bf16-mixed"])
 def test_other_precisions_resume_bitwise(tmp_path: Path, dtype: str) -> None:
-    optimizer = OptimizerConfig(lr=3e-3, master_weights=dtype == "bf16")
-    config = tiny_run(tmp_path, moe=True, steps=4, precision=PrecisionConfig(dtype=dtype), optimizer=optimizer)
-    train(config)
+    optimizer = training.OptimizerConfig(lr=3e-3, master_weights=dtype == "bf16")
+    config = tiny_run(tmp_path, moe=True, steps=4, precision=training.PrecisionConfig(dtype=dtype), optimizer=optimizer)
+    training.train(config)
     interrupted = config.replace(output_dir=str(tmp_path / "interrupted"))
     run_until_killed(interrupted, "step", 3)
     assert_continues_as(interrupted, config)
@@ -119,13 +112,13 @@ def test_a_full_disk_is_told_by_the_checkpoints_name(tmp_path: Path, monkeypatch
     monkeypatch.setattr("te_models.checkpoints.write.writer.write_weights", fail)
     config = tiny_run(tmp_path)
     with pytest.raises(CheckpointError, match=r"writing .*step-00000002 failed: training.safetensors: .*No space left"):
-        train(config)
+        training.train(config)
     assert {path.name for path in Path(config.output_dir).iterdir()} == {"metrics.jsonl", "starts.jsonl"}
 
 
 def test_a_finished_run_has_nothing_left_to_do(reference: Reference) -> None:
     before = tensors_under(Path(reference.config.output_dir))
-    result = train(reference.config)
+    result = training.train(reference.config)
     assert (result.step, result.loss) == (6, None)
     assert_same_bits(tensors_under(Path(reference.config.output_dir)), before)
 
@@ -149,14 +142,17 @@ def test_a_continued_run_lets_go_of_what_it_read(reference: Reference, monkeypat
         return train_step(*arguments, **options)
 
     monkeypatch.setattr(start, "load_state", load)
-    monkeypatch.setattr(loop, "train_step", step)
-    assert train(config).step == 6
+    monkeypatch.setattr(training.loop, "train_step", step)
+    assert training.train(config).step == 6
 
 
 def test_keep_last_keeps_the_newest(reference: Reference) -> None:
-    config = reference.run_of("keep", checkpoint=CheckpointConfig(every=1, keep_last=2))
-    train(config)
-    assert [folder.name for folder in list_checkpoints(Path(config.output_dir))] == ["step-00000005", "step-00000006"]
+    config = reference.run_of("keep", checkpoint=training.CheckpointConfig(every=1, keep_last=2))
+    training.train(config)
+    assert [folder.name for folder in training.list_checkpoints(Path(config.output_dir))] == [
+        "step-00000005",
+        "step-00000006",
+    ]
     assert len(list((Path(config.output_dir) / "checkpoints").iterdir())) == 2
 
 
@@ -168,13 +164,13 @@ def test_nothing_is_pickled(reference: Reference) -> None:
 def test_a_different_run_is_refused_by_name(reference: Reference) -> None:
     for name, field, value in (
         ("seed", "seed", 1),
-        ("optimizer", "optimizer.lr, optimizer.eps", OptimizerConfig(lr=1.0, eps=1e-6)),
-        ("precision", "precision.dtype", PrecisionConfig(dtype="bf16")),
+        ("optimizer", "optimizer.lr, optimizer.eps", training.OptimizerConfig(lr=1.0, eps=1e-6)),
+        ("precision", "precision.dtype", training.PrecisionConfig(dtype="bf16")),
     ):
         with pytest.raises(ConfigError, match=f"cannot continue from step 6: {field} differ"):
-            train(reference.config.replace(**{name: value}))
+            training.train(reference.config.replace(**{name: value}))
     with pytest.raises(ConfigError, match="holds another run and resume is off"):
-        train(reference.config.replace(resume=False))
+        training.train(reference.config.replace(resume=False))
 
 
 def test_what_gets_a_run_going_again_may_change(reference: Reference) -> None:

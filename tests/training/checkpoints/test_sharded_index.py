@@ -80,8 +80,7 @@ def seal(folder: Path) -> None:
 
 def read(folder: Path) -> dict[str, torch.Tensor]:
     """Read the checkpoint as a run that continues does, into memory that is not what is to be read."""
-    start = load_state(folder)
-    assert start.parts is not None
+    assert load_state(folder).parts is not None
     shapes = {name: value for name, value in tensors().items() if not name.startswith("rng.")}
     parts = {name: LocalPart.undivided(torch.full_like(value, torch.nan)) for name, value in shapes.items()}
     load_parts(folder, parts)
@@ -293,8 +292,7 @@ def test_all_edits_of_the_index_are_told(original: Path, tmp_path: Path) -> None
 def test_a_file_outside_of_the_folder_is_not_read(original: Path, tmp_path: Path) -> None:
     """Its tensors have the right names and shapes."""
     shutil.copy(original.parent / "secret.safetensors", tmp_path / "secret.safetensors")
-    outside = str(tmp_path / "secret.safetensors")
-    for file in (outside, "../../secret.safetensors"):
+    for file in (str(tmp_path / "secret.safetensors"), "../../secret.safetensors"):
         folder = tmp_path / original.name
         shutil.copytree(original, folder, dirs_exist_ok=True)
         of_index(functools.partial(set_at, path=("model.rows", "boxes", 0, "file"), value=file))(folder)

@@ -34,8 +34,7 @@ def test_layers_share_one_graph_and_compute_what_eager_does(recipe: str, monkeyp
     precision = PrecisionConfig(dtype="fp32", recipe=recipe)
     losses = []
     for model, compiled in zip(models, (False, True), strict=True):
-        function = make_loss_function(model.train(), precision, "cpu", compiled=compiled, mode="block")
-        loss, _ = function(ids)
+        loss, _ = make_loss_function(model.train(), precision, "cpu", compiled=compiled, mode="block")(ids)
         loss.backward()
         losses.append(loss.detach())
     assert counter.frame_count == 2  # and the output layer's

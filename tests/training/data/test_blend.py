@@ -1,5 +1,4 @@
-"""Mixtures of data sets: exact shares at every position, a position that is all there is to resume from, and more
-validation sets with a loss each."""
+"""Mixtures of data sets: exact shares at every position, from which alone a run resumes, and validation sets."""
 
 from fractions import Fraction
 from pathlib import Path

@@ -25,8 +25,7 @@ def split(dataset: TokenDataset, name: str, *, S: int = 4, fraction: float = 0.2
 
 @pytest.mark.parametrize(("vocab_size", "dtype"), [(2**16, "uint16"), (2**16 + 1, "uint32"), (2**32, "uint32")])
 def test_ids_survive_up_to_the_vocabulary(tmp_path: Path, vocab_size: int, dtype: str) -> None:
-    documents = [[[0, 1, vocab_size - 1], [7]], [[2]]]
-    dataset = write_dataset(tmp_path / "d", documents, vocab_size)
+    dataset = write_dataset(tmp_path / "d", [[[0, 1, vocab_size - 1], [7]], [[2]]], vocab_size)
     assert json.loads((tmp_path / "d" / "meta.json").read_text())["dtype"] == dtype
     assert dataset.tokens.to(torch.int64).tolist() == [0, 1, vocab_size - 1, 7, 2]
     assert (len(dataset), dataset.num_documents) == (5, 2)

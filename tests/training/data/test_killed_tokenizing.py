@@ -1,5 +1,4 @@
-"""Tokenizing that is killed within a shard goes on behind the last row that it noted: the data set has the bytes of an
-uninterrupted one, and so has every batch of a run on it."""
+"""Tokenizing killed within a shard goes on behind the last row it noted: bytes and batches are uninterrupted ones."""
 
 import json
 import os

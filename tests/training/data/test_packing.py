@@ -1,5 +1,4 @@
-"""Windows of documents: rows of whole documents, attention, positions and loss within a document, loss masks; packed
-documents have the losses of separate rows."""
+"""Windows of whole documents: attention, positions, loss and masks within each, and the losses of separate rows."""
 
 import itertools
 from pathlib import Path
@@ -77,8 +76,7 @@ def test_packed_documents_have_the_losses_of_separate_rows(config: ModelConfig, 
     gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
     total, count = torch.zeros((), dtype=torch.float64), 0
-    ends = [0, *dataset.document_ends.tolist()]
-    for a, b in itertools.pairwise(ends):
+    for a, b in itertools.pairwise([0, *dataset.document_ends.tolist()]):
         ids = dataset.tokens[a:b][None]
         if b - a > 1:
             row, _ = f(ids)

@@ -1,5 +1,4 @@
-"""Batches that are read ahead are the batches of a run that reads none ahead, also after a resume, and an error of the
-reader is raised by the step that needs the batch."""
+"""Batches read ahead are those of a run that reads none, also resumed; an error is the step's that needs the batch."""
 
 import threading
 import time

@@ -1,5 +1,4 @@
-"""Files become a token data set: JSON lines, tables and chats, in any number of workers, and after interruptions; a
-document that cannot be used is one sentence with file and line."""
+"""Files of any kind become a token data set, by any number of workers and after interruptions; errors name a line."""
 
 from __future__ import annotations
 

@@ -71,8 +71,7 @@ def damages(folder: Path) -> Iterator[tuple[str, str, bytes]]:
     for name in (METRICS, STARTS):
         data = (folder / name).read_bytes()
         lines = data.decode().splitlines()
-        numbers = (0, 2, len(lines) - 1) if name == METRICS else (0,)
-        for number in numbers:
+        for number in (0, 2, len(lines) - 1) if name == METRICS else (0,):
             keys = list(paths(json.loads(lines[number])))
             for path in keys if name == METRICS else [key for key in keys if len(key) == 1 or key[0] == "environment"]:
                 for value in (*VALUES, None):

@@ -98,8 +98,7 @@ def test_clipping_and_skipping_read_what_was_accumulated(tmp_path: Path) -> None
 def test_quantized_weights_move_by_accumulated_gradients(tmp_path: Path) -> None:
     precision = PrecisionConfig(dtype="bf16", recipe="mxfp8", quantized_weights=True)
     model = ModelSource(config=tiny_model(moe=True, hidden=32))
-    config = run_config(tmp_path, 2, precision=precision, model=model)
-    _, optimizer, gradients = one_step(config, windows(2))
+    _, optimizer, gradients = one_step(run_config(tmp_path, 2, precision=precision, model=model), windows(2))
     quantized = {n: p for n, p in optimizer.parameters.items() if isinstance(p, QuantizedTensor)}
     assert any("experts" in name for name in quantized)
     for name, parameter in quantized.items():

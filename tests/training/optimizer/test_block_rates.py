@@ -94,8 +94,7 @@ def test_ranks_do_what_one_rank_does(kind: str, layout: str, tmp_path: Path) -> 
     optimizer = OptimizerConfig(kind=kind, lr=3e-3, lr_mult=("*.linear_qkv.weight.k=0.1", "*.linear_fc1.weight.up=3"))
     source = ModelSource(config=tiny_model(moe=True))
     one = tiny_run(tmp_path, "one", steps=4, optimizer=optimizer, model=source)
-    two = train_as_one_and_two(one, tmp_path, layout)
-    for ours, theirs in zip(curve(two), curve(one), strict=True):
+    for ours, theirs in zip(curve(train_as_one_and_two(one, tmp_path, layout)), curve(one), strict=True):
         assert ours[1] == pytest.approx(theirs[1], rel=1e-5)
 
 

@@ -76,8 +76,7 @@ def test_one_replica_goes_on_where_two_were(whole: tuple[TrainConfig, Path]) -> 
     config, folder = whole
     begun = Path(config.output_dir) / "checkpoints" / "step-00000004"
     data = config.data.replace(gradient_accumulation=2 * config.data.gradient_accumulation)
-    alone = config.replace(output_dir=str(folder / "alone"), resume_from=str(begun), data=data)
-    assert train(alone).step == 6
+    assert train(config.replace(output_dir=str(folder / "alone"), resume_from=str(begun), data=data)).step == 6
 
 
 @pytest.mark.parametrize(

@@ -29,8 +29,7 @@ def test_frozen_experts_keep_their_bits(kind: str, dtype: torch.dtype) -> None:
     for name, frozen in {FC1: {1, 3}, FC2: {0, 1, 3}, FC2.replace("0", "1", 1): {0}}.items():
         now, was = model.get_parameter(name), before[name]
         assert {e for e in range(4) if torch.equal(now[e], was[e])} == frozen, name
-        state = optimizer.entries(name)
-        for key, tensor in state.items():
+        for key, tensor in optimizer.entries(name).items():
             if key == "master":
                 assert all(torch.equal(tensor[e].to(dtype), was[e]) for e in frozen), name
             elif tensor.shape == was.shape:

@@ -1,5 +1,4 @@
-"""Which parameters are trained and how: multipliers and freezing by glob, Muon against torch's, float32 averages,
-skipped spikes of the gradient norm; all of it resumes bit for bit, and what a layout cannot have is refused by name."""
+"""Which parameters are trained and how: globs, freezing, Muon, averages, spikes; it all resumes or is refused."""
 
 from pathlib import Path
 from typing import Any

@@ -82,8 +82,7 @@ def test_masters_collect_updates_that_bf16_would_lose() -> None:
     end = {}
     for masters in (False, True):
         parameter = torch.nn.Parameter(torch.ones(2, 2, dtype=torch.bfloat16))
-        config = OptimizerConfig(weight_decay=0.0, master_weights=masters)
-        optimizer = Optimizer([("w", parameter)], config)
+        optimizer = Optimizer([("w", parameter)], OptimizerConfig(weight_decay=0.0, master_weights=masters))
         for _ in range(1000):
             parameter.grad = torch.ones_like(parameter)
             optimizer.step(1e-5)

@@ -6,46 +6,32 @@ from typing import Any
 import pytest
 import torch
 
+from te_models import training
 from te_models.config import ConfigError
 from te_models.model import GPTModel
-from te_models.training import (
-    EvaluationConfig,
-    ModelSource,
-    OptimizerConfig,
-    PrecisionConfig,
-    ScheduleConfig,
-    latest_checkpoint,
-    list_checkpoints,
-    train,
-)
 from te_models.training.optimizer.adamw import Optimizer
 from tests.build import parallel
+from tests.training import runs
 from tests.training.optimizer.test_optimizer import make, set_gradients
 from tests.training.processes import train_on_ranks
-from tests.training.runs import (
-    assert_continues_as,
-    assert_same_bits,
-    curve,
-    cut_after,
-    tensors_under,
-    tiny_model,
-    tiny_run,
-)
 
 KIND: dict[str, Any] = {"kind": "schedule_free", "weight_decay": 0.1, "betas": (0.9, 0.99)}
-WARM = ScheduleConfig(kind="constant", warmup_steps=2)
+WARM = training.ScheduleConfig(kind="constant", warmup_steps=2)
 
 
 def free_run(tmp_path: Path, name: str = "whole", **changes: Any) -> Any:
-    values = {"model": ModelSource(config=tiny_model(layers=1)), "steps": 6, "schedule": WARM}
-    values |= {"optimizer": OptimizerConfig(lr=3e-3, **KIND), "evaluation": EvaluationConfig(every=1, batches=1)}
-    return tiny_run(tmp_path, name, **(values | changes))
+    values = {"model": training.ModelSource(config=runs.tiny_model(layers=1)), "steps": 6, "schedule": WARM}
+    values |= {
+        "optimizer": training.OptimizerConfig(lr=3e-3, **KIND),
+        "evaluation": training.EvaluationConfig(every=1, batches=1),
+    }
+    return runs.tiny_run(tmp_path, name, **(values | changes))
 
 
 def test_the_numbers_are_those_of_the_package() -> None:
     theirs = pytest.importorskip("schedulefree", reason="the package whose numbers are compared").AdamWScheduleFree
     ours, others = make(torch.float32), make(torch.float32)
-    optimizer = Optimizer(ours.items(), OptimizerConfig(clip_grad_norm=None, **KIND))
+    optimizer = Optimizer(ours.items(), training.OptimizerConfig(clip_grad_norm=None, **KIND))
     decays = [{"params": [p], "weight_decay": 0.1 if name == "fc.weight" else 0.0} for name, p in others.items()]
     reference = theirs(decays, lr=0.01, betas=(0.9, 0.99), warmup_steps=3, foreach=False)
     reference.train()
@@ -66,7 +52,7 @@ def test_measuring_leaves_no_trace(dtype: torch.dtype, masters: bool) -> None:
     found = []
     for measured in (False, True):
         parameters = make(dtype)
-        optimizer = Optimizer(parameters.items(), OptimizerConfig(master_weights=masters, **KIND))
+        optimizer = Optimizer(parameters.items(), training.OptimizerConfig(master_weights=masters, **KIND))
         for step in range(4):
             set_gradients(parameters, step)
             optimizer.step(0.01, noop=torch.tensor(step == 2))
@@ -76,31 +62,33 @@ def test_measuring_leaves_no_trace(dtype: torch.dtype, masters: bool) -> None:
                     same = all(torch.equal(p, before[name]) for name, p in parameters.items())
                 assert same == (step == 0), "of one step the average is that step's weights"
         found.append(optimizer.state_tensors() | {name: p.detach() for name, p in parameters.items()})
-    assert_same_bits(*found)
+    runs.assert_same_bits(*found)
     assert found[0]["optimizer.schedule_free"][0] == 3, "a step that is switched off does not count"
 
 
 @pytest.mark.parametrize(
     "precision, masters",
     [
-        (PrecisionConfig(dtype="fp32"), False),
-        pytest.param(PrecisionConfig(dtype="bf16"), True, marks=pytest.mark.slow),
-        pytest.param(PrecisionConfig(dtype="bf16"), False, marks=pytest.mark.slow),
-        pytest.param(PrecisionConfig(dtype="bf16", qat="nvfp4"), False, marks=pytest.mark.slow),
+        (training.PrecisionConfig(dtype="fp32"), False),
+        pytest.param(training.PrecisionConfig(dtype="bf16"), True, marks=pytest.mark.slow),
+        pytest.param(training.PrecisionConfig(dtype="bf16"), False, marks=pytest.mark.slow),
+        pytest.param(training.PrecisionConfig(dtype="bf16", qat="nvfp4"), False, marks=pytest.mark.slow),
     ],
 )
-def test_a_resumed_run_continues_bit_for_bit(precision: PrecisionConfig, masters: bool, tmp_path: Path) -> None:
-    optimizer = OptimizerConfig(lr=3e-3, master_weights=masters, **KIND)
+def test_a_resumed_run_continues_bit_for_bit(
+    precision: training.PrecisionConfig, masters: bool, tmp_path: Path
+) -> None:
+    optimizer = training.OptimizerConfig(lr=3e-3, master_weights=masters, **KIND)
     whole = free_run(tmp_path, precision=precision, optimizer=optimizer)
-    train(whole)
-    assert_continues_as(cut_after(whole, "halves", 1), whole)
+    training.train(whole)
+    runs.assert_continues_as(runs.cut_after(whole, "halves", 1), whole)
 
 
 def test_what_is_written_is_the_average(tmp_path: Path) -> None:
     run = free_run(tmp_path, steps=3)
-    train(run)
+    training.train(run)
     final = GPTModel.from_pretrained(Path(run.output_dir) / "final").state_dict()
-    state = tensors_under(latest_checkpoint(Path(run.output_dir)))
+    state = runs.tensors_under(training.latest_checkpoint(Path(run.output_dir)))
     name = "decoder.layers.0.mlp.linear_fc1.weight"
     y, z = (state[f"training.safetensors:optimizer.{name}.{key}"] for key in "yz")
     torch.testing.assert_close(final[name], (y - 0.1 * z) / 0.9, rtol=1e-5, atol=1e-6)
@@ -110,30 +98,30 @@ def test_what_is_written_is_the_average(tmp_path: Path) -> None:
 @pytest.mark.sentinels("fsdp2")
 @pytest.mark.parametrize("layout", ["fsdp2", "tp2", "ep2", "pp2"])
 def test_ranks_do_what_one_rank_does_and_continue_from_it(layout: str, tmp_path: Path) -> None:
-    source = ModelSource(config=tiny_model(moe=True))
-    one = free_run(tmp_path, "one", steps=4, model=source, evaluation=EvaluationConfig(every=1, batches=2))
-    train(one)
+    source = training.ModelSource(config=runs.tiny_model(moe=True))
+    one = free_run(tmp_path, "one", steps=4, model=source, evaluation=training.EvaluationConfig(every=1, batches=2))
+    training.train(one)
     two = one.replace(output_dir=str(tmp_path / "two"), parallel=one.parallel.replace(**parallel(layout)))
     if layout in ("fsdp2", "ep2"):  # two ranks with own data
         two = two.replace(data=two.data.replace(gradient_accumulation=1))
-    first = list_checkpoints(Path(one.output_dir))[0]
+    first = training.list_checkpoints(Path(one.output_dir))[0]
     train_on_ranks(two.replace(steps=2), tmp_path)
     train_on_ranks(two, tmp_path)
     three = two.replace(output_dir=str(tmp_path / "three"), resume_from=str(first))
     train_on_ranks(three, tmp_path)
     for run in (two, three):
-        for ours, theirs in zip(curve(run)[::-1], curve(one)[::-1], strict=False):
+        for ours, theirs in zip(runs.curve(run)[::-1], runs.curve(one)[::-1], strict=False):
             assert ours[1] == pytest.approx(theirs[1], rel=1e-5)
             assert ours[-1] == pytest.approx(theirs[-1], rel=1e-5)
 
 
 def test_what_cannot_be_meant_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"schedule.kind is 'cosine'; allowed: 'constant' with optimizer.kind"):
-        free_run(tmp_path, schedule=ScheduleConfig())
+        free_run(tmp_path, schedule=training.ScheduleConfig())
     for changes, key in (
         ({"moment_dtype": "float8"}, "moment_dtype"),
         ({"ema_decay": 0.9}, "ema_decay"),
         ({"betas": (0.0, 0.9)}, "betas"),
     ):
         with pytest.raises(ConfigError, match=f"optimizer.{key} is .* with optimizer.kind = 'schedule_free'"):
-            OptimizerConfig(**(KIND | changes))
+            training.OptimizerConfig(**(KIND | changes))

@@ -1,5 +1,4 @@
-"""Distillation: the definition on the same logits, runs that come closer to a teacher and resume bit for bit, teachers
-with quantized weights, and what is refused."""
+"""Distillation: the definition, runs nearing a teacher that resume bit for bit, quantized teachers, refusals."""
 
 import json
 from pathlib import Path

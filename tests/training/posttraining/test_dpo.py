@@ -1,5 +1,4 @@
-"""Direct preference optimization: the definition on the same logits, runs that resume bit for bit with a copy or with
-adapters switched off as the reference, pairs as windows, and what is refused."""
+"""Direct preference optimization: the definition, resumes with a copy or adapters as reference, pairs, refusals."""
 
 import json
 import math
@@ -150,8 +149,7 @@ def test_a_compiled_run_computes_the_same(tmp_path: Path, lora: LoRAConfig, mode
 
 def test_a_pair_is_a_window_of_two_rows(tmp_path: Path) -> None:
     train(dpo_run(tmp_path, "run", steps=1))
-    pairs = Pairs(TokenDataset.open(tmp_path / "data"), 24, "all", 0.0, 0)
-    ids, labels, *_ = pairs.examples(0, 1)
+    ids, labels, *_ = Pairs(TokenDataset.open(tmp_path / "data"), 24, "all", 0.0, 0).examples(0, 1)
     assert labels is not None and ids.shape == (2, 24)
     written = [bytes(row[row.ne(0) & row.ne(256)].tolist()).decode() for row in ids]
     scored = [bytes(row[row.ge(0) & row.ne(256)].tolist()).decode() for row in labels]

@@ -11,16 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from te_models import training
 from te_models.cli.main import main
 from te_models.config import EmbeddingConfig, Mamba2Config, ModelConfig, SharedBlocksConfig
-from te_models.training import (
-    CheckpointConfig,
-    EvaluationConfig,
-    ModelSource,
-    OptimizerConfig,
-    PrecisionConfig,
-    read_metrics,
-)
 from tests.build import SIZES, parallel
 from tests.covering import EVERYDAY
 from tests.ranks import run_on_ranks
@@ -228,12 +221,14 @@ class Runs:
             config = tiny_run(
                 self.folder,
                 "run",
-                model=ModelSource(config=MODELS[case.kind], logits_z_loss_coeff=0.1 if case.kind == "tied" else 0.0),
+                model=training.ModelSource(
+                    config=MODELS[case.kind], logits_z_loss_coeff=0.1 if case.kind == "tied" else 0.0
+                ),
                 steps=self.steps,
-                optimizer=OptimizerConfig(lr=LR, clip_grad_norm=0.5),
-                precision=PrecisionConfig(),
-                evaluation=EvaluationConfig(every=2, batches=3),  # which no number of ranks divides
-                checkpoint=CheckpointConfig(every=2, keep_last=0),
+                optimizer=training.OptimizerConfig(lr=LR, clip_grad_norm=0.5),
+                precision=training.PrecisionConfig(),
+                evaluation=training.EvaluationConfig(every=2, batches=3),  # which no number of ranks divides
+                checkpoint=training.CheckpointConfig(every=2, keep_last=0),
             )
             file.write_text(as_toml(config))
         share = str(MICRO_BATCHES // data_ranks(case.layout))
@@ -279,7 +274,7 @@ class Runs:
 
     def curve(self, case: Case) -> list[dict[str, Any]]:
         """Return the metrics of a run."""
-        return read_metrics(self.output_dir(case) / "metrics.jsonl")
+        return training.read_metrics(self.output_dir(case) / "metrics.jsonl")
 
     def differences(self, case: Case) -> list[str]:
         """Return where a run is further from that of one rank than the order of sums explains, a line each."""

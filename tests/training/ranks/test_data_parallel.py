@@ -32,8 +32,7 @@ def test_two_ranks_equal_one_and_resume(tmp_path: Path) -> None:
     config = tiny_run(tmp_path, "one", moe=False, steps=3)
     assert config.data.gradient_accumulation == 2
     train(config)
-    split = config.data.replace(gradient_accumulation=1)
-    ranks = config.replace(output_dir=str(tmp_path / "two"), data=split)
+    ranks = config.replace(output_dir=str(tmp_path / "two"), data=config.data.replace(gradient_accumulation=1))
     train_on_ranks(ranks, tmp_path)
     assert [row[5] for row in curve(ranks)] == [row[5] for row in curve(config)]  # the same tokens
     for row, expected in zip(curve(ranks), curve(config), strict=True):

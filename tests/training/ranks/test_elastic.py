@@ -192,8 +192,7 @@ def test_fewer_ranks_go_on_when_a_node_is_gone(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_fewer_replicas_go_on_when_a_node_is_gone(tmp_path: Path) -> None:
-    """Local steps: the replica that is left takes its own weights and states from the newest checkpoint, and goes on
-    with the bits of one that is started so."""
+    """Local steps: the replica that is left goes on from the newest checkpoint as one that is started so."""
     config, alone = run_of(tmp_path, diloco=DiLoCoConfig(inner_steps=3))
     starts = starts_after_losing_a_node(config, tmp_path)
     begun = Path(config.output_dir) / "checkpoints" / f"step-{starts[-1]['step']:08}"

@@ -8,18 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from te_models import training
 from te_models.config import ConfigError
 from te_models.parallel import ParallelDims
-from te_models.training import (
-    CheckpointConfig,
-    EvaluationConfig,
-    OptimizerConfig,
-    ParallelConfig,
-    PrecisionConfig,
-    TrainConfig,
-    latest_checkpoint,
-    train,
-)
 from te_models.training.ranks.data_parallel import Ranks
 from te_models.training.ranks.experts import ExpertRanks
 from te_models.training.ranks.reduction import reduce_gradients
@@ -40,18 +31,22 @@ train(config.replace(output_dir=config.output_dir + "-resumed"))
 dist.destroy_process_group()
 """
 
-DISTRIBUTED = ParallelConfig(expert_model_parallel_size=2)
+DISTRIBUTED = training.ParallelConfig(expert_model_parallel_size=2)
 
 
-def run_of(tmp_path: Path, name: str, accumulation: int, **changes: Any) -> TrainConfig:
+def run_of(tmp_path: Path, name: str, accumulation: int, **changes: Any) -> training.TrainConfig:
     """A run of four micro-batches a step in all, whose gradients are clipped."""
-    optimizer = OptimizerConfig(lr=3e-3, clip_grad_norm=0.1)
-    values = {"steps": 3, "optimizer": optimizer, "checkpoint": CheckpointConfig(every=2, keep_last=0)} | changes
-    config = tiny_run(tmp_path, name, moe=True, evaluation=EvaluationConfig(every=2, batches=1), **values)
+    optimizer = training.OptimizerConfig(lr=3e-3, clip_grad_norm=0.1)
+    values = {
+        "steps": 3,
+        "optimizer": optimizer,
+        "checkpoint": training.CheckpointConfig(every=2, keep_last=0),
+    } | changes
+    config = tiny_run(tmp_path, name, moe=True, evaluation=training.EvaluationConfig(every=2, batches=1), **values)
     return config.replace(data=config.data.replace(gradient_accumulation=accumulation))
 
 
-def train_and_resume(config: TrainConfig, ranks: int, tmp_path: Path) -> None:
+def train_and_resume(config: training.TrainConfig, ranks: int, tmp_path: Path) -> None:
     """Train over so many ranks with two ranks to a copy of the experts; then again from the second step on, bitwise."""
     config = config.replace(parallel=DISTRIBUTED)
     train_on_ranks(config, tmp_path, ranks=ranks, before=JOIN, after=RESUME)
@@ -64,7 +59,7 @@ def train_and_resume(config: TrainConfig, ranks: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_distributed_experts_train_as_on_one_rank(ranks: int, tmp_path: Path) -> None:
     alone = run_of(tmp_path, "alone", 4)
-    train(alone)
+    training.train(alone)
     together = run_of(tmp_path, "together", 4 // ranks)
     train_and_resume(together, ranks, tmp_path)
     for row, expected in zip(curve(together), curve(alone), strict=True):
@@ -76,7 +71,7 @@ def test_distributed_experts_train_as_on_one_rank(ranks: int, tmp_path: Path) ->
     found, expected = (rows_of(run)[0] for run in (together, alone))
     assert found["experts"] == expected["experts"]
     # what is saved is the whole model: its weights, and the moments of all experts where one rank has them
-    one, two = (tensors_under(latest_checkpoint(Path(run.output_dir))) for run in (alone, together))
+    one, two = (tensors_under(training.latest_checkpoint(Path(run.output_dir))) for run in (alone, together))
     assert one.keys() <= two.keys()  # of the random states there is one for each rank
     for name, expected in one.items():
         if "rng." not in name:
@@ -105,26 +100,26 @@ def test_weights_and_moments_of_eight_bits_continue(tmp_path: Path) -> None:
         tmp_path,
         "quantized",
         2,
-        precision=PrecisionConfig(dtype="bf16", recipe="mxfp8", quantized_weights=True),
-        optimizer=OptimizerConfig(moment_dtype="float8"),
+        precision=training.PrecisionConfig(dtype="bf16", recipe="mxfp8", quantized_weights=True),
+        optimizer=training.OptimizerConfig(moment_dtype="float8"),
     )
     train_and_resume(run, 2, tmp_path)
 
 
 def test_what_cannot_be_shared_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"parallel\.expert_model_parallel_size is 0; allowed: a positive integer"):
-        ParallelConfig(expert_model_parallel_size=0)
+        training.ParallelConfig(expert_model_parallel_size=0)
     with pytest.raises(ConfigError, match="is 2; allowed: a divisor of data_parallel_replicate_size, 3"):
         ParallelDims(ranks=3, expert_model_parallel_size=2)
     with pytest.raises(ConfigError, match="is 2; allowed: a divisor of data_parallel_replicate_size, 1"):
-        train(tiny_run(tmp_path, moe=True, parallel=DISTRIBUTED))
+        training.train(tiny_run(tmp_path, moe=True, parallel=DISTRIBUTED))
 
 
 @pytest.mark.slow
 def test_a_run_continues_with_another_distribution(tmp_path: Path) -> None:
     """One rank for two steps, then two that share the experts, then one again."""
     alone = run_of(tmp_path, "alone", 4, steps=6)
-    train(alone)
+    training.train(alone)
     two, one = (alone.replace(output_dir=str(tmp_path / name)) for name in ("two", "one"))
     for before, after, step in ((alone, two, 2), (two, one, 4)):
         checkpoint = Path("checkpoints") / f"step-{step:08d}"
@@ -133,7 +128,7 @@ def test_a_run_continues_with_another_distribution(tmp_path: Path) -> None:
             data = two.data.replace(gradient_accumulation=2)
             train_on_ranks(two.replace(data=data, parallel=DISTRIBUTED), tmp_path)
         else:
-            train(one)
+            training.train(one)
         for row, expected in zip(curve(after), curve(alone)[step:], strict=True):
             assert row[1] == pytest.approx(expected[1], rel=1e-5)
             assert row[4] == pytest.approx(expected[4], rel=1e-4)

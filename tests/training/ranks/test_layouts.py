@@ -205,8 +205,7 @@ def test_a_shared_update_has_the_numbers_of_a_whole_one(case: Case, runs: Runs) 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", each(SCHEDULED))
 def test_another_schedule_continues_bit_for_bit(case: Case, runs: Runs) -> None:
-    """A layer's state is the layer's. Delayed scaling, whose scales depend on the order of micro-batches, gives other
-    numbers under each schedule: test_recipes compares what moves."""
+    """Delayed scaling, whose scales depend on the order of micro-batches, is compared by test_recipes."""
     assert_continues_as(case, runs)
 
 

@@ -1,5 +1,4 @@
-"""A checkpoint of any layout becomes a quantized Hugging Face folder by one command: the one that one rank's result
-becomes."""
+"""A checkpoint of any layout becomes by one command the quantized Hugging Face folder of one rank's result."""
 
 import hashlib
 from pathlib import Path
@@ -51,8 +50,7 @@ def test_a_checkpoint_becomes_a_quantized_folder(layout: str, tmp_path: Path) ->
     run = run.replace(data=data, parallel=ParallelConfig(**LAYOUTS[layout]))
     train_on_ranks(run, tmp_path)
     saved = tmp_path / "run" / "checkpoints" / "step-00000001"
-    one = run.replace(output_dir=str(tmp_path / "one"), parallel=ParallelConfig(), resume_from=str(saved))
-    train(one)
+    train(run.replace(output_dir=str(tmp_path / "one"), parallel=ParallelConfig(), resume_from=str(saved)))
     for recipe, format in FORMATS.items():
         out, expected = tmp_path / recipe, tmp_path / f"{recipe}-one"
         assert main(["export", str(saved), str(out), "--recipe", recipe, "--format", format]) == 0
@@ -91,8 +89,7 @@ def test_a_quantized_folder_comes_back_from_a_sharded_run(layout: str, tmp_path:
 @pytest.mark.parametrize("lora", [0, 4])
 def test_a_checkpoint_of_one_rank_keeps_its_dtypes(lora: int, tmp_path: Path) -> None:
     """What the run itself wrote, which trained in bf16."""
-    run = tiny_run(tmp_path, steps=1, precision=PrecisionConfig(dtype="bf16"), lora=LoRAConfig(rank=lora))
-    train(run)
+    train(tiny_run(tmp_path, steps=1, precision=PrecisionConfig(dtype="bf16"), lora=LoRAConfig(rank=lora)))
     export_alone(tmp_path / "run" / "checkpoints" / "step-00000001", tmp_path / "alone")
     assert_same_bits(tensors_under(tmp_path / "alone"), tensors_under(tmp_path / "run" / "final"))
 

@@ -118,8 +118,7 @@ def test_small_buckets_and_one_at_the_end_give_the_same_bits(
 
 @on_ranks(2)
 def test_sharded_parameters_reduced_once_equal_whole_ones(tmp_path: Path) -> None:
-    """Two numbers have one sum: sharded parameters, reduced once, equal whole ones bit for bit, but for the order in
-    which a norm adds up, which would scale the gradients."""
+    """Two numbers have one sum: bits are equal, but for the order in which a norm adds up, which scales gradients."""
     one, _ = trained(tmp_path, "whole", clip_grad_norm=None)
     once, _ = trained(tmp_path, "sharded", clip_grad_norm=None, data_parallel_shard_size=2, reduce_gradients="step")
     if dist.get_rank() == 0:
@@ -140,8 +139,7 @@ def test_sharded_parameters_reduced_once_equal_whole_ones(tmp_path: Path) -> Non
 def test_ranks_that_share_an_update_receive_their_own_sums(
     tmp_path: Path, moe: bool, dtype: str, sizes: dict[str, int]
 ) -> None:
-    """Half of the bytes, beside the row that fills up 257 words, and the bits of those that receive all; with a norm
-    that is added up of parts the numbers within its rounding."""
+    """Half of the bytes, beside the row that fills up 257 words, and all bits; a norm of parts within its rounding."""
     whole, all_ = trained(tmp_path, "whole", moe=moe, dtype=dtype, clip_grad_norm=None, **sizes)
     shared, own = trained(
         tmp_path, "shared", moe=moe, dtype=dtype, clip_grad_norm=None, use_distributed_optimizer=True, **sizes

@@ -35,6 +35,5 @@ dist.destroy_process_group()
 
 
 def test_every_rank_says_which_one_sees_another_folder(tmp_path: Path) -> None:
-    printed = run_on_ranks(["-c", CODE, str(tmp_path)], timeout=60)
-    for text in printed:
+    for text in run_on_ranks(["-c", CODE, str(tmp_path)], timeout=60):
         assert "rank 1 does not see what rank 0 writes there; allowed: a folder that all ranks share" in text

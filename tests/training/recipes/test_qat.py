@@ -107,8 +107,7 @@ def test_rounded_inputs_change_the_pass_as_the_recipe_does(qat: str, tmp_path: P
 def test_ranks_round_what_one_rank_rounds(layout: str, moe: bool, tmp_path: Path) -> None:
     one = qat_run(tmp_path, "current", "one", model=ModelSource(config=tiny_model(moe=moe)))
     one = one.replace(precision=one.precision.replace(dtype="fp32"))
-    two = train_as_one_and_two(one, tmp_path, layout)
-    for ours, theirs in zip(curve(two), curve(one), strict=True):
+    for ours, theirs in zip(curve(train_as_one_and_two(one, tmp_path, layout)), curve(one), strict=True):
         assert ours[1] == pytest.approx(theirs[1], rel=1e-5)
 
 

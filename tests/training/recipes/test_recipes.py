@@ -82,8 +82,7 @@ def test_statistics_are_of_the_training_data(tmp_path: Path) -> None:
 
 
 def test_only_the_steps_that_are_due_pay_for_statistics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of four steps of two micro-batches, the second micro-batch of the second and of the fourth; the numbers of the
-    run are the same."""
+    """Of four steps of two micro-batches, the second of steps 2 and 4; the numbers of the run are the same."""
     recorded = []
 
     def spy(*arguments: Any, **options: Any) -> None:

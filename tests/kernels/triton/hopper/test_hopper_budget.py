@@ -167,8 +167,7 @@ def test_the_budget_fits_and_spills_no_more_than_is_known(budget) -> None:
 
 
 def test_the_budget_stores_16_bytes_at_once(budget) -> None:
-    """But where a kernel writes a few numbers of each row, a norm that leaves its result to a second kernel among
-    them."""
+    """But where a kernel writes a few numbers of each row, as a norm that leaves its result to a second kernel."""
     for kernels in budget["kernels"].values():
         for name, taken in kernels.items():
             kernel = name.partition(": ")[2]

@@ -54,8 +54,7 @@ OUTPUTS = {
 def specialised(
     kernel: Any, arguments: tuple[Any, ...], named: dict[str, Any]
 ) -> tuple[dict[str, str], dict[tuple[int], Any], dict[tuple[int], Any], dict[str, Any]]:
-    """Return types, constants and known alignments of the arguments of `kernel[grid](*arguments, **named)`, and the
-    options, as triton would specialise it."""
+    """Return types, constants, alignments and options of `kernel[grid](*arguments, **named)` as specialised."""
     values = dict(zip(kernel.arg_names, arguments, strict=False)) | named
     signature, constants, attributes = {}, {}, {}
     for i, parameter in enumerate(kernel.params):
@@ -212,8 +211,7 @@ def test_statistics_are_summed_in_one_order_whatever_the_result_is(compiled, kin
 
 
 def test_no_compiler_chooses_what_is_rounded(compiled) -> None:
-    """A product that is added may be rounded first or not, and one kernel's choice is not the other's: a LayerNorm of
-    5120 float32 columns was quantized from other last bits than those of its plain result."""
+    """A LayerNorm of 5120 float32 columns was quantized from other last bits than those of its plain result."""
     forward = {name: found["fused"] for name, found in compiled.items() if re.search(r"norm_(fwd|quantize)_", name)}
     assert len(forward) >= 20 and forward == dict.fromkeys(forward, 0)
 

@@ -85,8 +85,7 @@ def main(most: int | None = None) -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize(("most", "launches"), [("1", 30), (None, 400)])
 def test_launches_are_well_typed(most: str | None, launches: int) -> None:
-    """most: of each kernel. Rows were permuted without padding by a kernel that added a number to the missing pointer
-    of padding rows, in a branch that no launch takes: an error on every GPU."""
+    """Unpadded rows were permuted by a kernel that added to the missing pointer of padding rows, an error on GPUs."""
     reason = can_compile()
     if reason is not None:
         pytest.skip(reason)

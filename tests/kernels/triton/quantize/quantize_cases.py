@@ -31,8 +31,7 @@ def hard(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> Tensor:
 
 
 def ordinary(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Values within a few powers of two of each other, so that no block's scale is lost to an outlier's; some zeros, of
-    both signs."""
+    """Values within a few powers of two of each other, lest an outlier's scale hides others; zeros of both signs."""
     generator = torch.Generator().manual_seed(sum(shape))
     x = torch.randn(shape, generator=generator) * torch.exp(torch.randn(shape, generator=generator))
     return torch.where(torch.rand(shape, generator=generator) < 0.05, x * 0, x).to(dtype)

@@ -99,8 +99,7 @@ LAYERS: dict[str, Callable[..., torch.nn.Module]] = {
 
 
 def of_layers(device: torch.device) -> None:
-    """Train each layer for a step, with and without the gradient of its input, its weights stored plain, stored
-    quantized, and frozen."""
+    """A step of each layer, with and without the input's gradient, its weights plain, quantized and frozen."""
     m_splits = torch.tensor([5, 30], device=device)
     weights = ("plain", "stored", "frozen")
     for recipe, kind, stored, needs_input in itertools.product(RECIPES, LAYERS, weights, (True, False)):

@@ -99,8 +99,7 @@ def test_every_tie_and_every_half_step(device) -> None:
     values = torch.cat([grid, below, above]).clamp(-6, 6)
     x = torch.full((-(-values.numel() // 15), 16), 6.0)
     x[:, 1:].reshape(-1)[: values.numel()] = 0
-    flat = torch.nn.functional.pad(values, (0, x.shape[0] * 15 - values.numel()))
-    x[:, 1:] = flat.view(-1, 15)
+    x[:, 1:] = torch.nn.functional.pad(values, (0, x.shape[0] * 15 - values.numel())).view(-1, 15)
     amax = torch.tensor(448.0 * 6)
     packed, scales, _ = op_nvfp4.quantize_nvfp4(x.to(device), amax=amax.to(device))
     assert_all((packed, scales), nvfp4.quantize_nvfp4(x, amax=amax)[:2])
@@ -184,8 +183,7 @@ def test_dequantize(shape, device) -> None:
     moved = packed.to(device), scales.to(device)
     columns = shape[-1]
     assert_bitwise(op_nvfp4.decode_blocks(*moved, columns), nvfp4.decode_blocks(packed, scales, columns))
-    per_row = torch.rand(*shape[:-1], 1)
-    for one in (amax, per_row):
+    for one in (amax, torch.rand(*shape[:-1], 1)):
         for dtype in (torch.float32, BF16):
             got = op_nvfp4.dequantize_nvfp4(*moved, one.to(device), columns, dtype)
             assert_bitwise(got, nvfp4.dequantize_nvfp4(packed, scales, one, columns, dtype))

@@ -26,8 +26,7 @@ CASES = {
 
 
 def fused(fuser: ops.OperationFuser) -> list[type]:
-    parts = [type(part) for part, begin, end in (*fuser.forward_parts, *fuser.backward_parts) if end - begin > 1]
-    return parts
+    return [type(part) for part, begin, end in (*fuser.forward_parts, *fuser.backward_parts) if end - begin > 1]
 
 
 @pytest.mark.parametrize("recipe_name", [None, "delayed", "mxfp8"], ids=str)
@@ -140,8 +139,7 @@ class LinearScale(ops.FusedOperation):
 
     @classmethod
     def matches(cls, operations):
-        kinds = [type(o) for o in operations[:2]]
-        return 2 if kinds == [ops.ConstantScale, ops.ConstantScale] else 0
+        return 2 if [type(o) for o in operations[:2]] == [ops.ConstantScale, ops.ConstantScale] else 0
 
     def fuser_forward(self, contexts, x, calls):
         self.runs.append("forward")
@@ -149,8 +147,7 @@ class LinearScale(ops.FusedOperation):
 
     def fuser_backward(self, contexts, dy, extra_gradients):
         self.runs.append("backward")
-        dx = dy * (self.operations[0].scale * self.operations[1].scale)
-        return (ops.Gradients(dx), ops.Gradients(None))
+        return (ops.Gradients(dy * (self.operations[0].scale * self.operations[1].scale)), ops.Gradients(None))
 
 
 def test_a_users_fusion_in_the_form_of_one_method(monkeypatch) -> None:

@@ -1,5 +1,4 @@
-"""Fusible operations split over two ranks are the whole ones: outputs and all gradients, from
-one seed on the same rows."""
+"""Fusible operations split over two ranks are the whole ones: outputs and all gradients, from one seed."""
 
 import contextlib
 from typing import Any

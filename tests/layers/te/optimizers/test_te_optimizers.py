@@ -1,5 +1,4 @@
-"""`te.optimizers` as Transformer Engine's scripts use it: torch's Adam, AdamW and SGD in float32 over parameters of any
-dtype, states in few bits, gradients that have another dtype, masters of which only the remainder is stored."""
+"""`te.optimizers` as scripts use it: torch's numbers for parameters of any dtype, states in few bits, remainders."""
 
 import copy
 import io
@@ -87,8 +86,7 @@ def test_a_master_starts_from_the_preserved_value() -> None:
     with te.quantized_model_init(recipe=te.recipe("mxfp8"), preserve_high_precision_init_val=True):
         layer = te.Linear(64, 64, bias=False)
     value = layer.weight.get_high_precision_init_val().clone()
-    optimizers = [FusedAdam(copy.deepcopy(layer).parameters()), FusedSGD(layer.parameters(), lr=0.1)]
-    for optimizer in optimizers:
+    for optimizer in [FusedAdam(copy.deepcopy(layer).parameters()), FusedSGD(layer.parameters(), lr=0.1)]:
         optimizer.init_state()
         ((weight, state),) = optimizer.state.items()
         assert torch.equal(state["master_param"], value) and weight.get_high_precision_init_val() is None
