@@ -196,7 +196,7 @@ def test_the_operations_are_the_functions(formats: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_compiled_for_any_splits(backend: str) -> None:
     """One graph for every number of tokens and every split, empty groups among them.
 

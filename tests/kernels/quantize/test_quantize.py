@@ -146,30 +146,15 @@ def test_amax_keeps_nan() -> None:
     assert torch.isnan(amax[0, 0]) and amax[0, 1] == 1
 
 
-SQUARE, TALL = ((128, 128), "pow2"), ((32, 1), "e8m0")
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("shape", "blocks"),
-    [
-        ((33, 129), (SQUARE, TALL)),
-        *(
-            pytest.param(shape, (((1, 128), "pow2"), SQUARE, TALL, ((32, 32), "e8m0")), marks=pytest.mark.slow)
-            for shape in ((33, 129), (48, 160), (1, 100))
-        ),
-    ],
-    ids=str,
-)
-def test_compiled_equals_eager_at_ragged_edges(
-    shape: tuple[int, int], blocks: tuple[tuple[tuple[int, int], str], ...]
-) -> None:
+@pytest.mark.parametrize("shape", [(33, 129), (48, 160), (1, 100)], ids=str)
+def test_compiled_equals_eager_at_ragged_edges(shape: tuple[int, int]) -> None:
     """torch 2.13's C++ backend drops columns past the last whole block of an expanded and sliced scale."""
     x = matrix(shape, torch.bfloat16, 3)
 
     def both(x: torch.Tensor) -> list[torch.Tensor]:
         found = []
-        for block, kind in blocks:
+        for block, kind in (((1, 128), "pow2"), ((128, 128), "pow2"), ((32, 1), "e8m0"), ((32, 32), "e8m0")):
             data, stored = q.quantize_blockwise(x, block, torch.float8_e4m3fn, kind)
             found += [data.view(torch.uint8), stored, q.dequantize_blockwise(data, stored, block, torch.bfloat16)]
         return found

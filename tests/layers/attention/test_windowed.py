@@ -171,7 +171,7 @@ def test_an_exported_program_has_any_length() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("trained", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("trained", [False, True])
 def test_other_lengths_compile_at_most_twice(trained: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once for those with blocks, once for those without. trained: with the graphs of gradients."""
     monkeypatch.setattr(flash_attention, "uses_flash_attention", lambda *_: False)

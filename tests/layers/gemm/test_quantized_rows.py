@@ -63,7 +63,7 @@ def test_the_gradient_of_their_values(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_under_the_compiler(backend: str) -> None:
     module, m_splits = GroupedLinear(3, 96, 64, bias=False), torch.tensor([5, 0, 37])
     quantized = GroupedRows.quantize_rows(torch.randn(50, 96), m_splits, input_quantizer(module, "mxfp8"))

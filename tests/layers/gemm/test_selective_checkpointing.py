@@ -128,7 +128,7 @@ def compiled(block: Block, saved: str, name: str | None) -> tuple[list[Tensor], 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "nvfp4" else pytest.mark.slow) for n in NAMES])
+@pytest.mark.parametrize("name", NAMES)
 def test_compiled_the_same_is_kept(name: str | None) -> None:
     eager = three_steps(block := build(), block, name)
     counts = {}

@@ -1,5 +1,7 @@
 """Layers compile to one graph, forward and backward, and compute the same bits as eager."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -46,18 +48,9 @@ def assert_same(eager: list[torch.Tensor], compiled: list[torch.Tensor]) -> None
 
 
 MATRIX = [
-    pytest.param(
-        kind,
-        name,
-        stored,
-        train,
-        marks=() if (kind, stored, train) in FAST else pytest.mark.slow,
-        id=f"{kind}-{label(name, stored, train)}",
-    )
+    pytest.param(kind, *case, marks=() if (kind, *case[1:]) in FAST else pytest.mark.slow, id=f"{kind}-{label(*case)}")
     for kind in ("linear", "layernorm_linear", "layernorm_mlp", "grouped", "per_gemm")
-    for name in NAMES
-    for stored in (False, True)
-    for train in (False, True)
+    for case in itertools.product(NAMES, (False, True), (False, True))
 ]
 
 
@@ -92,14 +85,9 @@ def test_one_graph_for_all_shapes_splits_and_equal_recipes(
     assert seen == ([1, 1, 1, 2, 2, 2] if train else [1, 1, 1])
 
 
-@pytest.mark.parametrize(
-    ("kind", "name"),
-    [
-        pytest.param(kind, name, marks=() if (kind, name) == ("linear", "mxfp8") else pytest.mark.slow)
-        for kind in ("linear", "grouped")
-        for name in NAMES
-    ],
-)
+@pytest.mark.sentinels("mxfp8-linear")
+@pytest.mark.parametrize("kind", ["linear", "grouped"])
+@pytest.mark.parametrize("name", NAMES)
 def test_inductor_computes_the_same_bits(kind: str, name: str | None) -> None:
     layer = build(kind)
     compiled = torch.compile(layer, fullgraph=True)
@@ -147,7 +135,7 @@ def test_regions_opened_inside_a_compiled_function() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "nvfp4" else pytest.mark.slow) for n in NAMES])
+@pytest.mark.parametrize("name", NAMES)
 def test_one_row_and_none_under_dynamic_shapes(name: str | None) -> None:
     """Sizes 0 and 1 are numbers to the tracer, which knows them but not every stride."""
     layer = build("linear")
@@ -162,7 +150,7 @@ EDGES = {None: 2, "block": 128, "mxfp8": 32}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "mxfp8" else pytest.mark.slow) for n in EDGES])
+@pytest.mark.parametrize("name", EDGES)
 def test_small_inputs_have_the_graphs_that_are_documented(name: str | None) -> None:
     """One for a single row, one for none; where all rows are in a single block there is no other."""
     layer, edge = build("linear"), EDGES[name]

@@ -45,16 +45,8 @@ def assert_same(got: list[Tensor], expected: list[Tensor]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "name", "outer", "inner"),
-    [
-        pytest.param(
-            *case, *nested, marks=() if case == ("mlp", "mxfp8") and nested in NESTED[:2] else pytest.mark.slow
-        )
-        for case in CASES
-        for nested in NESTED
-    ],
-)
+@pytest.mark.parametrize(("outer", "inner"), NESTED)
+@pytest.mark.parametrize(("kind", "name"), CASES)
 def test_regions_inside_a_graph(kind: str, name: str | None, outer: str, inner: str) -> None:
     """What follows an inner region is computed as what went before it."""
     layer = LAYERS[kind]()
@@ -74,10 +66,7 @@ def test_regions_inside_a_graph(kind: str, name: str | None, outer: str, inner: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "name"),
-    [pytest.param(*case, marks=() if case == ("mlp", "mxfp8") else pytest.mark.slow) for case in CASES],
-)
+@pytest.mark.parametrize(("kind", "name"), CASES)
 def test_a_graph_called_in_regions(kind: str, name: str | None) -> None:
     """One graph for each dtype: a region left, disabled, repeated inside another or come back to is no new state."""
     layer = LAYERS[kind]()

@@ -1,6 +1,4 @@
-"""What Transformer Engine's GroupedLinear takes besides rows and splits: leading dimensions, buffers, a returned bias.
-
-The numbers of the layer itself: `tests/layers/gemm/test_grouped_rows.py` and its neighbours."""
+"""What Transformer Engine's GroupedLinear takes besides rows and splits: leading dimensions, buffers, a bias."""
 
 from collections.abc import Callable
 

@@ -39,6 +39,10 @@ def test_patterns_are_globs(pattern: str, name: str, expected: bool) -> None:
     assert matches_pattern(pattern, name) == expected
 
 
+def bf16_for(*patterns: str) -> te.PerModuleRecipe:
+    return te.PerModuleRecipe(default=te.MXFP8BlockScaling(), rules=tuple((pattern, "bf16") for pattern in patterns))
+
+
 def named_pair() -> nn.Sequential:
     layers = nn.Sequential(te.Linear(32, 32), te.Linear(32, 32))
     te.name_modules(layers)
@@ -51,7 +55,7 @@ def test_a_compiled_model_follows_its_globs() -> None:
     run = torch.compile(layers, fullgraph=True, backend=counter)
     for _ in range(2):  # a new equal recipe costs nothing
         for pattern, graphs in (("[0]", {"0": "bf16", "1": "mxfp8"}), ("[!0]", {"0": "mxfp8", "1": "bf16"})):
-            with te.autocast(recipe=te.PerModuleRecipe(default=te.MXFP8BlockScaling(), rules=((pattern, "bf16"),))):
+            with te.autocast(recipe=bf16_for(pattern)):
                 run(torch.randn(2, 32))
                 run(torch.randn(2, 32))
             assert te.recipe_report(layers).ran == graphs
@@ -60,22 +64,16 @@ def test_a_compiled_model_follows_its_globs() -> None:
 
 def test_a_layer_without_a_name_is_refused_where_there_are_rules() -> None:
     layers = nn.Sequential(te.Linear(32, 32), te.Linear(32, 32))
-    named = nn.Sequential(te.Linear(32, 32), te.Linear(32, 32))
-    te.name_modules(named)  # a rule for no layer would warn, where layers of other tests are alive
-    rules = te.PerModuleRecipe(default=te.MXFP8BlockScaling(), rules=(("0", "bf16"), ("1", "bf16")))
+    _alive, rules = named_pair(), bf16_for("0", "1")  # a rule for no layer would warn, where others are alive
     with te.autocast(recipe=rules):
         refused(lambda: layers(torch.randn(2, 32)), "has none: pass name=", " or call name_modules(model)")
-    with te.autocast(recipe=te.PerModuleRecipe(default=te.MXFP8BlockScaling())):
+    with te.autocast(recipe=bf16_for()):
         layers(torch.randn(2, 32))
     assert te.recipe_report(layers).ran == {"0": "mxfp8", "1": "mxfp8"}
     te.name_modules(layers)
     with te.autocast(recipe=rules):
         layers(torch.randn(2, 32))
     assert te.recipe_report(layers).ran == {"0": "bf16", "1": "bf16"}
-
-
-def rules_with(pattern: str) -> te.PerModuleRecipe:
-    return te.PerModuleRecipe(default=te.MXFP8BlockScaling(), rules=(("*.test_0", "bf16"), (pattern, "bf16")))
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -90,26 +88,21 @@ def test_a_pattern_that_matches_no_layer_warns_once(compiled: bool) -> None:
     run = torch.compile(both, fullgraph=True, backend="eager") if compiled else both
     with pytest.warns(UserWarning, match=rf"the rule for '{re.escape(typo)}' .* matches none of the \d+ named") as said:
         for _ in range(2):
-            with te.autocast(recipe=rules_with(typo)):
+            with te.autocast(recipe=bf16_for("*.test_0", typo)):
                 run(torch.randn(2, 32))
     assert len(said) == 1
 
 
 def test_a_warning_turned_error_leaves_no_recipe_in_force() -> None:
     layer = te.Linear(16, 16, name="here")
-    rules = te.PerModuleRecipe(default=te.MXFP8BlockScaling(), rules=(("*.raised", "bf16"),))
-    with pytest.raises(UserWarning, match="matches none of the"), te.autocast(recipe=rules):  # pytest makes it an error
-        layer(torch.randn(2, 16))
+    with pytest.raises(UserWarning, match="matches none of the"), te.autocast(recipe=bf16_for("*.raised")):
+        layer(torch.randn(2, 16))  # pytest makes an error of a warning
     assert te.current_recipe() is None
 
 
 def test_storing_weights_warns_of_a_pattern_that_matches_no_layer() -> None:
-    with pytest.warns(
-        UserWarning, match=r"the rule for '\*\.stored' .* matches none of the 2 named layers, such as '0'"
-    ):
-        te.store_weights(
-            named_pair(), te.PerModuleRecipe(default=te.MXFP8BlockScaling(), rules=(("*.stored", "bf16"),))
-        )
+    with pytest.warns(UserWarning, match=r"the rule for '\*\.stored' .* none of the 2 named layers, such as '0'"):
+        te.store_weights(named_pair(), bf16_for("*.stored"))
 
 
 def test_the_first_matching_rule_decides() -> None:
@@ -146,7 +139,7 @@ def test_a_layer_named_bf16_computes_as_without_a_recipe() -> None:
     layers = nn.ModuleDict({"kept": te.Linear(64, 32, bias=False), "other": te.Linear(64, 32, bias=False)})
     te.name_modules(layers)
     x = torch.randn(4, 64)
-    with te.autocast(recipe=te.PerModuleRecipe(default=te.MXFP8BlockScaling(), rules=(("kept", "bf16"),))):
+    with te.autocast(recipe=bf16_for("kept")):
         kept, other = layers["kept"](x), layers["other"](x)
     assert torch.equal(kept, layers["kept"](x)) and not torch.equal(other, layers["other"](x))
 
@@ -162,19 +155,17 @@ def test_ends_of_the_decoder_in_high_precision() -> None:
 def test_weights_are_stored_as_the_names_say() -> None:
     with te.quantized_model_init(recipe=MIXED):
         model = GPTModel(tiny())
+        refused(lambda: te.Linear(8, 8), "chooses by name, and this Linear has none")
     kinds = {name: type(module.weight.data) for name, module in model.named_modules() if isinstance(module, te.Linear)}
     assert not issubclass(kinds["decoder.layers.0.mlp.linear_fc2"], te.QuantizedTensor)
     assert kinds["decoder.layers.1.mlp.linear_fc2"] is te.MXFP8Tensor
-    with te.quantized_model_init(recipe=MIXED):
-        refused(lambda: te.Linear(8, 8), "chooses by name, and this Linear has none")
     layer = te.Linear(32, 32, name="a.proj")
     te.store_weights(layer, te.PerModuleRecipe(default=te.DelayedScaling()))
     assert isinstance(layer.weight.data, te.Float8Tensor)
 
 
 def test_unusable_rules_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"the pattern 'layers.\{0,1\}' is not supported"):
-        te.PerModuleRecipe(default=te.MXFP8BlockScaling(), rules=(("layers.{0,1}", "bf16"),))
+    refused(lambda: bf16_for("layers.{0,1}"), "the pattern 'layers.{0,1}' is not supported")
     with pytest.raises(ValueError, match="the rule for 'a' names 'fp16'; allowed: a recipe, or 'bf16'"):
         te.PerModuleRecipe(default=te.MXFP8BlockScaling(), rules=(("a", "fp16"),))
     refused(lambda: te.PerModuleRecipe(default="mxfp8"), "default is 'mxfp8'; allowed: a recipe")

@@ -39,11 +39,7 @@ def shapes(monkeypatch: pytest.MonkeyPatch, definitions: None) -> list[tuple[int
     seen: list[tuple[int, ...]] = []
 
     def recording(function: Any) -> Any:
-        def recorded(x: Tensor, *arguments: Any, **options: Any) -> Any:
-            seen.append(tuple(x.shape))
-            return function(x, *arguments, **options)
-
-        return recorded
+        return lambda x, *rest, **options: (seen.append(tuple(x.shape)), function(x, *rest, **options))[1]
 
     for name in QUANTIZING:
         monkeypatch.setattr(q, name, recording(getattr(q, name)))

@@ -1,6 +1,4 @@
-"""A second derivative through a quantized layer is an error; first ones, and those of high precision, are not.
-
-Operations that run as a group have them where the backward pass reads inputs of the group only."""
+"""A second derivative through a quantized layer, or between operations of a group, is an error; others are not."""
 
 from collections.abc import Callable
 

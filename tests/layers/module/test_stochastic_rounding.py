@@ -81,20 +81,16 @@ KEY = torch.tensor([7, 3])
 SPLITS = torch.tensor([5, 0, 19])
 
 
-def written(empty: te.QuantizedTensor, x: torch.Tensor, key: torch.Tensor | None) -> te.QuantizedTensor:
-    return empty.quantize_(x, key=key)
-
-
 # how a tensor is quantized by the public classes: (the rank of x, what is given a quantizer, x and a key)
 WAYS: dict[str, tuple[int, Callable[..., Any]]] = {
     "quantize": (2, lambda q, x, key: q.quantize(x, key)),
     "call": (2, lambda q, x, key: q(x, key=key)),
     "class": (2, lambda q, x, key: te.NVFP4Tensor.quantize(x, q, key)),
     "storage": (2, lambda q, x, key: te.QuantizedStorage.quantize(x, q, key)),
-    "quantize_": (2, lambda q, x, key: written(te.NVFP4Tensor.empty(x.shape, q, x.dtype), x, key)),
+    "quantize_": (2, lambda q, x, key: te.NVFP4Tensor.empty(x.shape, q, x.dtype).quantize_(x, key=key)),
     "quantize_grouped": (3, lambda q, x, key: q.quantize_grouped(x, key)),
     "grouped storage": (3, lambda q, x, key: te.GroupedTensorStorage.quantize(x, q, key=key)),
-    "grouped quantize_": (3, lambda q, x, key: written(te.GroupedTensor.empty(x.shape, q, x.dtype), x, key)),
+    "grouped quantize_": (3, lambda q, x, key: te.GroupedTensor.empty(x.shape, q, x.dtype).quantize_(x, key=key)),
     "rows": (1, lambda q, x, key: te.GroupedRows.quantize_rows(x, SPLITS, q, key)),
     "rows quantize_": (
         1,
@@ -172,10 +168,8 @@ def test_a_run_repeats_with_its_seed_and_resumes_from_its_state() -> None:
     expected = train(reference, 0, 1, 2)
     assert same(train(again, 0, 1), expected[:6]) and not same(train(other, 0), expected[:3])
     resumed.load_state_dict(again.state_dict())
-    assert {k: v.tolist() for k, v in te.recipe_state(resumed).items()} == {
-        "0.fp8_rng_state": [5 << 20, 2],
-        "1.fp8_rng_state": [(5 << 20) + 1, 2],
-    }
+    state = {k: v.tolist() for k, v in te.recipe_state(resumed).items()}
+    assert state == {"0.fp8_rng_state": [5 << 20, 2], "1.fp8_rng_state": [(5 << 20) + 1, 2]}
     assert same(train(resumed, 2), expected[6:])
 
 
@@ -212,15 +206,9 @@ def test_building_a_layer_draws_nothing_but_its_parameters() -> None:
     "options", [{"device": "meta"}, {"init_method": torch.nn.init.ones_}], ids=["meta device", "constant values"]
 )
 def test_layers_that_draw_no_values_have_streams_of_their_own(options: dict) -> None:
-    layers = torch.nn.Sequential(
-        te.Linear(8, 8, **options),
-        te.LayerNormLinear(8, 8, **options),
-        te.GroupedLinear(2, 8, 8, **options),
-        te.ops.BasicLinear(8, 8, **options),
-        te.ops.GroupedLinear(2, 8, 8, **options),
-        te.LayerNormMLP(8, 8, **options),
-        te.Linear(8, 8),
-    )
+    dense = (te.Linear, te.LayerNormLinear, te.ops.BasicLinear, te.LayerNormMLP)
+    layers = torch.nn.Sequential(te.Linear(8, 8), *(kind(8, 8, **options) for kind in dense))
+    layers.extend(kind(2, 8, 8, **options) for kind in (te.GroupedLinear, te.ops.GroupedLinear))
     assert len(set(streams(layers))) == 7
 
 

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -40,34 +41,25 @@ def run(layer: nn.Module, recipe: te.Recipe, function: Callable[..., Tensor] | N
 
 
 OTHER_FORMS = [
-    (te.Float8BlockScaling(use_f32_scales=True), te.Float8BlockScaling(), "float8_block with force_pow_2_scales False"),
-    (te.Float8BlockScaling(w_block_scaling_dim=1), te.Float8BlockScaling(), "float8_block with block_scaling_dim 1"),
-    (te.MXFP8BlockScaling(), te.MXFP8BlockScaling(enable_2d_quantization=True), "mxfp8 with two_dimensional False"),
-    (
-        te.NVFP4BlockScaling(),
-        te.NVFP4BlockScaling(disable_2d_quantization=True),
-        "nvfp4 with with_2d_quantization True",
-    ),
-    (
-        te.Float8CurrentScaling(),
-        te.Float8CurrentScaling(use_power_2_scales=True),
-        "float8 with force_pow_2_scales False",
-    ),
+    ("block", {"use_f32_scales": True}, {}, "float8_block with force_pow_2_scales False"),
+    ("block", {"w_block_scaling_dim": 1}, {}, "float8_block with block_scaling_dim 1"),
+    ("mxfp8", {}, {"enable_2d_quantization": True}, "mxfp8 with two_dimensional False"),
+    ("nvfp4", {}, {"disable_2d_quantization": True}, "nvfp4 with with_2d_quantization True"),
+    ("current", {}, {"use_power_2_scales": True}, "float8 with force_pow_2_scales False"),
 ]
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("stored, wanted, text", OTHER_FORMS)
+@pytest.mark.parametrize("name, stored, wanted, text", OTHER_FORMS)
 def test_another_form_of_the_format_runs_and_warns_once(
-    stored: te.Recipe, wanted: te.Recipe, text: str, compiled: bool, monkeypatch: pytest.MonkeyPatch
+    name: str, stored: dict[str, Any], wanted: dict[str, Any], text: str, compiled: bool
 ) -> None:
-    monkeypatch.setattr(stored_form, "_warned", set())  # another test of the session may have heard it
-    layer = build(stored)
+    layer, chosen = build(te.recipe(name, **stored)), te.recipe(name, **wanted)
     function = torch.compile(layer, fullgraph=True, backend="aot_eager") if compiled else None
     with pytest.warns(UserWarning) as said:
-        run(layer, wanted, function)
-        run(layer, wanted, function)
+        run(layer, chosen, function)
+        run(layer, chosen, function)
     assert [str(w.message).startswith(f"a weight stored as {text} is in another form") for w in said] == [True]
     assert te.recipe_report(layer).stored == {"": str(layer.weight.quantizer)}
 
@@ -141,33 +133,24 @@ def test_a_stored_transformed_weight_is_no_operand_of_dgrad(kind: str) -> None:
 
 
 TWO, ONE = te.Float8BlockQuantizer(block_scaling_dim=2), te.Float8BlockQuantizer(block_scaling_dim=1)
+TWO_BY_ROWS = te.HybridQuantizer(rowwise_quantizer=TWO, columnwise_quantizer=ONE)
+TWO_BY_COLUMNS = te.HybridQuantizer(rowwise_quantizer=te.MXFP8Quantizer(), columnwise_quantizer=TWO)
 
 
 @pytest.mark.parametrize(
-    "quantizers, refused",
+    "x, weight, dy, refused",
     [
-        ({"input": TWO, "weight": TWO, "grad_output": ONE}, "input and weight both"),
-        ({"input": ONE, "weight": TWO, "grad_output": TWO}, "grad_output and weight both"),
-        ({"input": TWO, "weight": ONE, "grad_output": TWO}, "grad_output and input both"),
-        (
-            {
-                "input": ONE,
-                "weight": te.HybridQuantizer(rowwise_quantizer=TWO, columnwise_quantizer=ONE),
-                "grad_output": TWO,
-            },
-            None,
-        ),
-        (
-            {
-                "input": ONE,
-                "weight": te.HybridQuantizer(rowwise_quantizer=te.MXFP8Quantizer(), columnwise_quantizer=TWO),
-                "grad_output": te.HybridQuantizer(rowwise_quantizer=TWO, columnwise_quantizer=ONE),
-            },
-            "grad_output and weight both",
-        ),
+        (TWO, TWO, ONE, "input and weight both"),
+        (ONE, TWO, TWO, "grad_output and weight both"),
+        (TWO, ONE, TWO, "grad_output and input both"),
+        (ONE, TWO_BY_ROWS, TWO, None),
+        (ONE, TWO_BY_COLUMNS, TWO_BY_ROWS, "grad_output and weight both"),
     ],
 )
-def test_a_custom_recipe_cannot_ask_for_2d_by_2d(quantizers: dict, refused: str | None) -> None:
+def test_a_custom_recipe_cannot_ask_for_2d_by_2d(
+    x: te.Quantizer, weight: te.Quantizer, dy: te.Quantizer, refused: str | None
+) -> None:
+    quantizers = {"input": x, "weight": weight, "grad_output": dy}
     chosen = te.CustomRecipe(qfactory=lambda role: quantizers[role.tensor_type])
     layer = te.Linear(256, 128, bias=False)
     if refused is None:

@@ -183,16 +183,7 @@ def test_a_compiled_layer_accumulates_in_float32() -> None:
     assert torch.equal(found, eager)
 
 
-@pytest.mark.sentinels(
-    "Linear-True",
-    "GroupedLinear-False",
-    "ops.GroupedLinear-False",
-    "Linear-False",
-    "LayerNormLinear-False",
-    "LayerNormMLP-False",
-    "per-GEMM-False",
-    "ops.Linear-False",
-)
+@pytest.mark.sentinels("Linear-True", *(f"{kind}-False" for kind in KINDS))
 @pytest.mark.parametrize(
     ("kind", "compiled"),
     [(kind, False) for kind in KINDS] + [("LayerNormMLP", True), ("Linear", True), ("per-GEMM", True)],
@@ -239,9 +230,7 @@ class Experts(nn.Module):
 
 
 class Buckets:
-    """Data parallelism in Megatron's manner: main gradients are views of a few flat buckets, and a bucket is reduced in
-    the last micro-batch, when the hook of each of its parameters has run. Hooks hang on autograd's accumulators, or on
-    `backward_dw` of the module where a weight says that autograd brings nothing."""
+    """Megatron's data parallelism: flat buckets of main gradients, each reduced when hooks of all its members ran."""
 
     def __init__(self, model: nn.Module, size: int) -> None:
         self.last, self.reduced, self.waiting = False, [], []

@@ -43,7 +43,7 @@ def test_one_graph_per_value(everyday: bool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("columnwise_stored", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize("columnwise_stored", [False, True])
 def test_inductor_rounds_stochastically_to_the_same_bits(columnwise_stored: bool) -> None:
     """Random bits are a function of key and index, no constants of the graph, and roundings to bfloat16 stay."""
     quantizer = STOCHASTIC.with_usage(rowwise=not columnwise_stored, columnwise=columnwise_stored)

@@ -171,12 +171,8 @@ def rounding_as_eager() -> Iterator[None]:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("rounding_as_eager")
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-@pytest.mark.parametrize(
-    "build",
-    [MLP, pytest.param(lambda: Experts(torch.bfloat16), marks=pytest.mark.slow)],
-    ids=["float32", "bfloat16 experts"],
-)
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("build", [MLP, lambda: Experts(torch.bfloat16)], ids=["float32", "bfloat16 experts"])
 def test_fifty_compiled_steps_with_a_resume_equal_eager_ones(
     build: Callable[[], MLP | Experts], backend: str, tmp_path: Path
 ) -> None:

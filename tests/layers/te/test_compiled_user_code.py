@@ -82,7 +82,7 @@ class Toy(nn.Module):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "mxfp8" else pytest.mark.slow) for n in NAMES])
+@pytest.mark.parametrize("name", NAMES)
 def test_a_module_opens_its_own_region(name: str | None) -> None:
     model, x = Toy(name), torch.randn(32, HIDDEN)
     run = torch.compile(model, fullgraph=True, backend="eager")
@@ -126,7 +126,7 @@ def test_nested_regions_of_two_recipes_around_and_inside() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [pytest.param("stored", marks=pytest.mark.slow), "cached"])
+@pytest.mark.parametrize("kind", ["stored", "cached"])
 def test_micro_batches_and_evaluation_of_quantized_weights(kind: str) -> None:
     """A user's step over cached or stored weights, in training and evaluation in turns: one graph each."""
     with te.quantized_model_init(enabled=kind == "stored", recipe=te.MXFP8BlockScaling()):

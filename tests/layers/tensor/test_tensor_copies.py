@@ -399,7 +399,7 @@ def test_clipping_and_adamw_in_a_training_step(name: str, grouped: bool) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("grouped", [False, True])
 @pytest.mark.parametrize("name", RECIPES)
 def test_compiled_steps_see_updates_of_the_storage(name: str, grouped: bool, backend: str) -> None:

@@ -24,9 +24,8 @@ LAYOUTS: dict[str, dict[str, int]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "layout", [name if name in ("copies", "stages") else pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS]
-)
+@pytest.mark.sentinels("copies", "stages")
+@pytest.mark.parametrize("layout", LAYOUTS)
 @on_ranks(2)
 def test_each_event_once_on_every_rank_and_rows_on_the_first(layout: str, tmp_path: Path) -> None:
     rank = dist.get_rank()

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["none", pytest.param("mxfp8", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("recipe", ["none", "mxfp8"])
 def test_layers_share_one_graph_and_compute_what_eager_does(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     counter = CompileCounterWithBackend("aot_eager")
     plain = compilation.compile_model

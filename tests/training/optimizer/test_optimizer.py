@@ -13,13 +13,8 @@ from tests.training.runs import assert_same_bits
 
 def make(dtype: torch.dtype, seed: int = 0) -> dict[str, torch.nn.Parameter]:
     torch.manual_seed(seed)
-    shapes = {
-        "fc.weight": (8, 6),
-        "fc.bias": (8,),
-        "norm.layer_norm_weight": (6,),
-        "experts.bias": (3, 8),
-        "experts.bias0": (8,),
-    }
+    shapes = {"fc.weight": (8, 6), "norm.layer_norm_weight": (6,), "experts.bias": (3, 8)}
+    shapes |= dict.fromkeys(("fc.bias", "experts.bias0"), (8,))
     return {name: torch.nn.Parameter(torch.randn(shape).to(dtype)) for name, shape in shapes.items()}
 
 
@@ -33,8 +28,7 @@ def test_equals_the_adamw_equations() -> None:
     parameters = make(torch.float64)
     config = OptimizerConfig(weight_decay=0.3, betas=(0.8, 0.95), eps=1e-6)
     expected = {name: p.detach().clone() for name, p in parameters.items()}
-    m = {name: torch.zeros_like(p) for name, p in expected.items()}
-    v = {name: torch.zeros_like(p) for name, p in expected.items()}
+    m, v = ({name: torch.zeros_like(p) for name, p in expected.items()} for _ in "mv")
     optimizer = Optimizer(parameters.items(), config)
     for t, lr in enumerate([0.5, 0.25, 0.125], start=1):  # exact in float32, the dtype of the learning rate
         set_gradients(parameters, t)
@@ -72,9 +66,7 @@ def test_bf16_norm_is_accumulated_in_float32() -> None:
     parameter = torch.nn.Parameter(torch.zeros(300, 300, dtype=torch.bfloat16))
     optimizer = Optimizer([("w", parameter)], OptimizerConfig(clip_grad_norm=None))
     parameter.grad = torch.full_like(parameter, 1.0078125)
-    assert float(optimizer.clip_gradients()) == pytest.approx(
-        300 * 1.0078125, rel=1e-4
-    )  # bf16 would give 302, 1e-3 away
+    assert float(optimizer.clip_gradients()) == pytest.approx(300 * 1.0078125, rel=1e-4)  # of bf16: 302, 1e-3 away
 
 
 def test_masters_collect_updates_that_bf16_would_lose() -> None:

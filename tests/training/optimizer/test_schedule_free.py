@@ -118,10 +118,6 @@ def test_ranks_do_what_one_rank_does_and_continue_from_it(layout: str, tmp_path:
 def test_what_cannot_be_meant_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"schedule.kind is 'cosine'; allowed: 'constant' with optimizer.kind"):
         free_run(tmp_path, schedule=training.ScheduleConfig())
-    for changes, key in (
-        ({"moment_dtype": "float8"}, "moment_dtype"),
-        ({"ema_decay": 0.9}, "ema_decay"),
-        ({"betas": (0.0, 0.9)}, "betas"),
-    ):
-        with pytest.raises(ConfigError, match=f"optimizer.{key} is .* with optimizer.kind = 'schedule_free'"):
+    for changes in ({"moment_dtype": "float8"}, {"ema_decay": 0.9}, {"betas": (0.0, 0.9)}):
+        with pytest.raises(ConfigError, match=f"optimizer.{next(iter(changes))} is .* with optimizer.kind = 'schedule"):
             training.OptimizerConfig(**(KIND | changes))

@@ -94,9 +94,8 @@ def test_quantized_inputs_and_outputs_of_graphs() -> None:
     assert counters["stats"]["unique_graphs"] == 2
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if n == "mxfp8" else pytest.mark.slow, id=str(n)) for n in NAMES[:3]]
-)
+@pytest.mark.sentinels("mxfp8")
+@pytest.mark.parametrize("name", NAMES[:3], ids=str)
 def test_compiled_inside_of_saved_tensor_hooks(name: str | None) -> None:
     """They see what the graph saves; it is the graph of a call outside of them."""
     model, packed = mlp(), []

@@ -79,9 +79,7 @@ def test_each_gemm_may_have_splits_of_its_own() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if n == "mxfp8" else pytest.mark.slow) for n in NAMES], ids=str
-)
+@pytest.mark.parametrize("name", NAMES, ids=str)
 def test_experts_compile_to_one_graph_for_all_splits(name: str | None) -> None:
     model = experts()
     compiled = torch.compile(model, fullgraph=True, dynamic=True, backend="aot_eager")
