@@ -1,35 +1,26 @@
 """Eager norms and activations on a CPU keep only their inputs, with the bits of autograd under every derivative."""
 
 from collections.abc import Callable
+from functools import partial
+from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from te_models.kernels.activation import activation, gated_activation
-from te_models.kernels.activation import reference as activation_reference
-from te_models.kernels.norm import layer_norm, rms_norm
-from te_models.kernels.norm import reference as norm_reference
+from te_models.kernels import activation, norm
 
 Function = Callable[[Tensor, Tensor], Tensor]
+CALLS: dict[str, tuple[ModuleType, Callable[[Any, Tensor, Tensor], Tensor]]] = {
+    "rms_norm": (norm, lambda its, x, w: its.rms_norm(x, w, 1e-5)),
+    "layer_norm": (norm, lambda its, x, w: its.layer_norm(x, w, w * 2, 1e-5, zero_centered=True)),
+    "gelu": (activation, lambda its, x, w: its.activation(x * w, "gelu_tanh")),
+    "swiglu": (activation, lambda its, x, w: its.gated_activation(x, probabilities=w.sum() * x[..., 0])),
+    "clamped": (activation, lambda its, x, w: its.gated_activation(x * w, clamp=1.0, alpha=1.7, up_offset=1.0)),
+}
 CASES: dict[str, tuple[Function, Function]] = {
-    "rms_norm": (lambda x, w: rms_norm(x, w, 1e-5), lambda x, w: norm_reference.rms_norm(x, w, 1e-5)),
-    "layer_norm": (
-        lambda x, w: layer_norm(x, w, w * 2, 1e-5, zero_centered=True),
-        lambda x, w: norm_reference.layer_norm(x, w, w * 2, 1e-5, zero_centered=True),
-    ),
-    "gelu": (
-        lambda x, w: activation(x * w, "gelu_tanh"),
-        lambda x, w: activation_reference.activation(x * w, "gelu_tanh"),
-    ),
-    "swiglu": (
-        lambda x, w: gated_activation(x, probabilities=w.sum() * x[..., 0]),
-        lambda x, w: activation_reference.gated_activation(x, probabilities=w.sum() * x[..., 0]),
-    ),
-    "clamped": (
-        lambda x, w: gated_activation(x * w, clamp=1.0, alpha=1.7, up_offset=1.0),
-        lambda x, w: activation_reference.gated_activation(x * w, clamp=1.0, alpha=1.7, up_offset=1.0),
-    ),
+    name: (partial(call, module), partial(call, module.reference)) for name, (module, call) in CALLS.items()
 }
 
 
@@ -78,7 +69,7 @@ def test_transforms_are_those_of_the_reference(case: str) -> None:
 def test_a_frozen_weight_gets_no_gradient_and_a_trained_one_does_beside_a_constant_input() -> None:
     for x_trains, weight_trains in ((True, False), (False, True)):
         x, weight = _inputs()
-        rms_norm(x.requires_grad_(x_trains), weight.requires_grad_(weight_trains), 1e-5).sum().backward()
+        norm.rms_norm(x.requires_grad_(x_trains), weight.requires_grad_(weight_trains), 1e-5).sum().backward()
         assert (x.grad is not None, weight.grad is not None) == (x_trains, weight_trains)
 
 
@@ -91,9 +82,9 @@ def test_nothing_but_the_inputs_is_kept() -> None:
         return t
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        rms_norm(x, weight, 1e-5)
-        layer_norm(x, weight, None, 1e-5)
-        gated_activation(x)
-        activation(x, "quick_gelu")
+        norm.rms_norm(x, weight, 1e-5)
+        norm.layer_norm(x, weight, None, 1e-5)
+        activation.gated_activation(x)
+        activation.activation(x, "quick_gelu")
     storages = {t.untyped_storage().data_ptr() for t in kept}
     assert storages == {t.untyped_storage().data_ptr() for t in (x, weight)}

@@ -53,11 +53,8 @@ def test_values_and_gradients_against_matrices() -> None:
             generator = torch.Generator().manual_seed(tokens)
             p = sort_by_expert(routed(tokens, k, experts), experts)
             # [T*K, T] one-hot: row r comes from token slot_of_row[r] // k.
-            rows = (
-                torch.nn.functional.one_hot(p.slot_of_row // k, tokens).double()
-                if tokens
-                else torch.zeros(0, 0).double()
-            )
+            one_hot = torch.nn.functional.one_hot
+            rows = one_hot(p.slot_of_row // k, tokens).double() if tokens else torch.zeros(0, 0).double()
 
             def randn(*shape: int) -> torch.Tensor:
                 return torch.randn(*shape, generator=generator).to(dtype)  # noqa: B023

@@ -119,9 +119,8 @@ def test_one_function_is_the_operation_on_an_accelerator_and_the_reference_elsew
         assert block == (1, 32)
         return x * factor
 
-    assert schema_of(registered()["test_reference"].op) == (
-        "te_models::test_reference(Tensor x, SymInt[] block, float factor) -> Tensor"
-    )
+    schema = "te_models::test_reference(Tensor x, SymInt[] block, float factor) -> Tensor"
+    assert schema_of(registered()["test_reference"].op) == schema
     for device, added in (("cpu", 1), ("cuda", 0)):
         monkeypatch.setattr(launch, "as_accelerator", device == "cuda")
         torch._dynamo.reset()
@@ -416,9 +415,8 @@ def test_the_example_of_the_documentation_runs(tmp_path: Path, monkeypatch: pyte
     (tmp_path / "documented_operation.py").write_text("\n\n".join(blocks))
     monkeypatch.syspath_prepend(tmp_path)
     example = importlib.import_module("documented_operation")
-    assert schema_of(example.scaled_product) == (
-        "te_models::scaled_product(Tensor values, Tensor scale, bool transposed, Tensor y) -> Tensor"
-    )
+    schema = "te_models::scaled_product(Tensor values, Tensor scale, bool transposed, Tensor y) -> Tensor"
+    assert schema_of(example.scaled_product) == schema
     values, scale, y = torch.randn(4, 3), torch.rand(3), torch.randn(4, 2, requires_grad=True)
     left = example.Scaled(values, scale, True)
     expected = scale[:, None] * (values.t() @ y)
@@ -426,9 +424,8 @@ def test_the_example_of_the_documentation_runs(tmp_path: Path, monkeypatch: pyte
     for function in (example.apply, torch.compile(example.apply, fullgraph=True, dynamic=True, backend="aot_eager")):
         got = function(left, y)
         torch.testing.assert_close(got, expected)
-        torch.testing.assert_close(
-            torch.autograd.grad(got, y, dy), torch.autograd.grad(expected, y, dy, retain_graph=True)
-        )
+        wanted = torch.autograd.grad(expected, y, dy, retain_graph=True)
+        torch.testing.assert_close(torch.autograd.grad(got, y, dy), wanted)
 
     quantizer, weight = MXFP8Quantizer(), torch.randn(4, 32)
     stored = quantizer.quantize(weight)

@@ -13,21 +13,15 @@ pytestmark = pytest.mark.usefixtures("each_backend")
 
 UNIT = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8}
 
+LONG = {"scaling": "longrope", "factor": 1.0, "original_max_position_embeddings": 8}
 SCALINGS = {
     "none": {},
     "linear": {"factor": 4.0},
     "dynamic": {"factor": 3.0},
     "llama3": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16},
     "yarn": {"factor": 4.0, "original_max_position_embeddings": 16},
-    "yarn_options": {
-        "factor": 40.0,
-        "original_max_position_embeddings": 32,
-        "beta_fast": 16.0,
-        "beta_slow": 2.0,
-        "mscale": 0.7,
-        "mscale_all_dim": 1.0,
-        "truncate": False,
-    },
+    "yarn_options": {"factor": 40.0, "original_max_position_embeddings": 32, "beta_fast": 16.0, "beta_slow": 2.0}
+    | {"mscale": 0.7, "mscale_all_dim": 1.0, "truncate": False},
     "yarn_attention_factor": {"factor": 4.0, "original_max_position_embeddings": 16, "attention_factor": 1.25},
     "proportional": {"factor": 2.0},
 }
@@ -61,9 +55,8 @@ def test_frequencies_equal_transformers(name: str, base: float, head_dim: int) -
 @pytest.mark.parametrize("length", [1, 64, 65, 1000])
 def test_dynamic_frequencies_follow_the_sequence(length: int) -> None:
     expected, _ = their_frequencies("dynamic", 64, 10000.0, {"factor": 3.0}, length)
-    got, _ = rope_frequencies(
-        64, 10000.0, scaling="dynamic", factor=3.0, max_position_embeddings=64, sequence_length=torch.tensor(length)
-    )
+    options = {"scaling": "dynamic", "factor": 3.0, "max_position_embeddings": 64}
+    got, _ = rope_frequencies(64, 10000.0, sequence_length=torch.tensor(length), **options)
     # A power with a tensor base differs from one with a scalar base by a last bit.
     assert torch.allclose(got, expected, rtol=4 * UNIT[torch.float32], atol=0)
 
@@ -99,16 +92,7 @@ def test_partial_rotation_has_the_frequencies_of_a_smaller_head() -> None:
         ({"scaling": "linear"}, "needs factor"),
         ({"scaling": "yarn", "factor": 2.0}, "needs original_max_position_embeddings"),
         ({"rotary_percent": 0.2}, "rotary_percent is 0.2"),
-        (
-            {
-                "scaling": "longrope",
-                "factor": 1.0,
-                "original_max_position_embeddings": 8,
-                "short_factor": [1.0],
-                "long_factor": [1.0],
-            },
-            "short_factor has 1 entries",
-        ),
+        ({**LONG, "short_factor": [1.0], "long_factor": [1.0]}, "short_factor has 1 entries"),
     ],
 )
 def test_impossible_frequencies_are_refused(arguments: dict, says: str) -> None:

@@ -65,21 +65,18 @@ def cases(draw: st.DrawFn) -> tuple[torch.Tensor, int, dict]:
     bias = None
     if not after and draw(st.booleans()):
         bias = (torch.randn(experts, generator=torch.Generator().manual_seed(seed + 1))).tolist()
-    return (
-        logits,
-        k,
-        {
-            "score": draw(st.sampled_from(["softmax", "sigmoid"])),
-            "score_after_topk": after,
-            "expert_bias": bias,
-            "normalize": draw(st.booleans()),
-            "normalize_eps": draw(st.sampled_from([0.0, 1e-20, 0.5])),
-            "scaling_factor": draw(st.sampled_from([1.0, 2.5])),
-            "num_groups": groups,
-            "topk_groups": topk_groups,
-            "group_score": draw(st.sampled_from(["max", "top2_sum"])),
-        },
-    )
+    options = {
+        "score": draw(st.sampled_from(["softmax", "sigmoid"])),
+        "score_after_topk": after,
+        "expert_bias": bias,
+        "normalize": draw(st.booleans()),
+        "normalize_eps": draw(st.sampled_from([0.0, 1e-20, 0.5])),
+        "scaling_factor": draw(st.sampled_from([1.0, 2.5])),
+        "num_groups": groups,
+        "topk_groups": topk_groups,
+        "group_score": draw(st.sampled_from(["max", "top2_sum"])),
+    }
+    return logits, k, options
 
 
 @settings(deadline=None, max_examples=examples(200))
@@ -130,16 +127,8 @@ def test_deepseek_router() -> None:
     theirs.weight.data.normal_()
     theirs.e_score_correction_bias.normal_(std=0.1)
     logits, expected, indices = theirs(torch.randn(65, 16))
-    weights, chosen = router_topk(
-        logits,
-        4,
-        score="sigmoid",
-        expert_bias=theirs.e_score_correction_bias,
-        normalize_eps=1e-20,
-        scaling_factor=2.5,
-        num_groups=4,
-        topk_groups=2,
-    )
+    options = {"score": "sigmoid", "normalize_eps": 1e-20, "scaling_factor": 2.5, "num_groups": 4, "topk_groups": 2}
+    weights, chosen = router_topk(logits, 4, expert_bias=theirs.e_score_correction_bias, **options)
     order, their_order = chosen.argsort(dim=-1), indices.argsort(dim=-1)
     assert torch.equal(chosen.gather(1, order), indices.gather(1, their_order))
     assert torch.allclose(weights.gather(1, order), expected.gather(1, their_order), rtol=8 * UNIT, atol=0)

@@ -53,12 +53,8 @@ def trained(name: str) -> Case:
             with te.autocast(recipe=te.recipe(name)):
                 y = module(x)
             y.backward(normal(32, 96, dtype=BF16))
-            found += [
-                y.detach(),
-                x.grad,
-                module.weight.grad,
-                te.recipe(name).weight_quantizer()(normal(64, 96)).dequantize(),
-            ]
+            quantized = te.recipe(name).weight_quantizer()(normal(64, 96))
+            found += [y.detach(), x.grad, module.weight.grad, quantized.dequantize()]
         return found
 
     return run

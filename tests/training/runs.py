@@ -12,6 +12,7 @@ import te_models.training as training
 from te_models.config import AttentionConfig, MLAConfig, MLPConfig, ModelConfig, MoEConfig, RouterConfig
 
 TEXT = str(Path(sysconfig.get_paths()["stdlib"]) / "json" / "*.py")
+SIZES = {"sequence_length": 32, "micro_batch_size": 2, "gradient_accumulation": 2}
 
 
 def tiny_model(*, moe: bool = False, hidden: int = 64, layers: int = 2) -> ModelConfig:
@@ -58,14 +59,7 @@ def tiny_run(tmp_path: Path, name: str = "run", *, moe: bool = False, **changes:
         "device": "cpu",  # also where there is a GPU, which ranks could not share; tests of that ask for it
         "compile": False,
         "model": training.ModelSource(config=tiny_model(moe=moe)),
-        "data": training.DataConfig(
-            path=str(tmp_path / "data"),
-            text=(TEXT,),
-            tokenizer="bytes",
-            sequence_length=32,
-            micro_batch_size=2,
-            gradient_accumulation=2,
-        ),
+        "data": training.DataConfig(path=str(tmp_path / "data"), text=(TEXT,), tokenizer="bytes", **SIZES),
         "optimizer": training.OptimizerConfig(lr=3e-3),
         "precision": training.PrecisionConfig(dtype="fp32"),
         "checkpoint": training.CheckpointConfig(every=2, keep_last=0),

@@ -181,15 +181,8 @@ def test_missing_or_malformed_files_are_one_sentence(tmp_path: Path, toml: Path)
 
 
 def test_command_line_overrides(toml: Path) -> None:
-    arguments = [
-        "--optimizer.lr",
-        "2e-4",
-        "--data.micro-batch-size",
-        "4",
-        "--no-compile",
-        "--optimizer.clip-grad-norm",
-        "None",
-    ]
+    arguments = ["--optimizer.lr", "2e-4", "--data.micro-batch-size", "4", "--no-compile"]
+    arguments += ["--optimizer.clip-grad-norm", "None"]
     config = load_config(toml, arguments)
     assert (config.optimizer.lr, config.data.micro_batch_size) == (2e-4, 4)
     assert (config.compile, config.optimizer.clip_grad_norm) == (False, None)

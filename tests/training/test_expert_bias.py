@@ -50,10 +50,8 @@ def test_experts_of_an_unbalanced_router_share_the_tokens(tmp_path: Path) -> Non
     save_unbalanced(tmp_path / "start")
     runs = []
     for rate in (0.0, 0.005):
-        changes = {
-            "model": training.ModelSource(path=str(tmp_path / "start")),
-            "checkpoint": training.CheckpointConfig(every=0),
-        }
+        changes = {"model": training.ModelSource(path=str(tmp_path / "start"))}
+        changes["checkpoint"] = training.CheckpointConfig(every=0)
         config = run_of(tmp_path, f"{rate}", rate, steps=200, accumulation=1, **changes)
         config = config.replace(data=config.data.replace(micro_batch_size=4))
         runs.append((training.train(config), sum(loads(config)[-20:]) / 20, loads(config)[0]))

@@ -78,14 +78,8 @@ CASES: dict[str, tuple[Callable[[training.TrainConfig, Path], training.TrainConf
     "no data": (lambda c, p: data(c, text=(), tokenizer=None), "does not exist, and there is no data.text to build"),
     "positions": (lambda c, p: data(c, sequence_length=65), "sequence_length is 65, but the model has 64 positions"),
     "windows": (small_data, r"has 40 tokens: not one validation window of 32 tokens"),
-    "data's vocabulary": (
-        large_vocabulary,
-        "has the token id 257; allowed: below 257, the size of the model's vocabulary",
-    ),
-    "tokenizer's vocabulary": (
-        small_vocabulary,
-        "the tokenizer bytes puts the token id 256 beside each document; allowed: below 256",
-    ),
+    "data's vocabulary": (large_vocabulary, "has the token id 257; allowed: below 257, the size of the model's vocab"),
+    "tokenizer's vocabulary": (small_vocabulary, "the tokenizer bytes puts the token id 256 beside each document"),
     "no folder": (unreadable_output, r"output_dir is .*, but .*file is not a folder"),
     "final": (final_of_somebody_else, "final is not a model folder, and the trained model would take its place"),
     "metrics": (damaged_metrics, r"metrics.jsonl, line 2 is damaged: .*; move the file away"),

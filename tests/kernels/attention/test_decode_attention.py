@@ -109,9 +109,8 @@ def test_threads_and_other_rows_change_no_bit(instructions: None) -> None:
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
             found.append(attend_one(query, key, value, None, 0.125))
-            found.append(
-                torch.cat([attend_one(*(x[i : i + 1] for x in (query, key, value)), None, 0.125) for i in (0, 1)])
-            )
+            rows = [attend_one(*(x[i : i + 1] for x in (query, key, value)), None, 0.125) for i in (0, 1)]
+            found.append(torch.cat(rows))
     finally:
         torch.set_num_threads(before)
     assert all(torch.equal(found[0], other) for other in found[1:])
@@ -132,20 +131,17 @@ def test_it_serves_one_query_of_plain_tensors() -> None:
     assert not uses_decode_attention(query.double(), key.double(), value.double(), None) and not uses_decode_attention(
         query, key.bfloat16(), value, None
     )
-    assert not uses_decode_attention(query, key[..., :8], value, None) and not uses_decode_attention(
-        query, key[:, :, :3], value[:, :, :3], None
-    )
+    assert not uses_decode_attention(query, key[..., :8], value, None)
+    assert not uses_decode_attention(query, key[:, :, :3], value[:, :, :3], None)
     assert not uses_decode_attention(query.repeat(1, 8, 1, 1), key, value, None), "a matrix product is faster"
     assert not uses_decode_attention(query, key, value.clone().requires_grad_(), None)
     with torch.no_grad():
         assert uses_decode_attention(query, key, value.clone().requires_grad_(), None)
     with torch.autocast("cpu", dtype=BF16):
-        assert not uses_decode_attention(query, key, value, None) and uses_decode_attention(
-            query.bfloat16(), key.bfloat16(), value.bfloat16(), None
-        )
-    assert not torch.func.vmap(lambda q: torch.tensor(float(uses_decode_attention(q, key, value, None))))(
-        query[None]
-    ).any()
+        assert not uses_decode_attention(query, key, value, None)
+        assert uses_decode_attention(query.bfloat16(), key.bfloat16(), value.bfloat16(), None)
+    each = torch.func.vmap(lambda q: torch.tensor(float(uses_decode_attention(q, key, value, None))))
+    assert not each(query[None]).any()
 
 
 @pytest.mark.parametrize("mask", (False, True))

@@ -67,25 +67,21 @@ OWN = "compiled C++ functions are kept for this process alone: "
 NONE = "a C++ function is missing, and what runs in its place takes longer: "
 FAILS = f"{NONE}the C++ compiler HERE/compiler cannot compile a library: "
 NOWHERE = "import tempfile\ntempfile._candidate_tempdir_list = list\n"
+ABSENT = NONE + "there is no C++ compiler"
+GARBLED = f"{NONE}what the C++ compiler HERE/compiler made cannot be loaded"
+OPEN = "import os\nos.makedirs('HERE/cache/cpp')\nos.chmod('HERE/cache/cpp', 0o777)"
+ALL, LAST = {"TE_MODELS_CACHE": "HERE/all/cache", "TMPDIR": "HERE/all"}, "for last; do :; done; "
 CASES = {
     "all is well": Environment(True),
     "no execution from the cache": Environment(True, OWN, before=on_mount("HERE/cache", NO_EXECUTION)),
-    "no execution from anywhere": Environment(
-        False, NONE, {"TE_MODELS_CACHE": "HERE/all/cache", "TMPDIR": "HERE/all"}, on_mount("HERE/all", NO_EXECUTION)
-    ),
+    "no execution from anywhere": Environment(False, NONE, ALL, on_mount("HERE/all", NO_EXECUTION)),
     "a full cache": Environment(True, OWN, before=on_mount("HERE/cache", data="size=16k")),
     "a cache without room for names": Environment(True, OWN, before=on_mount("HERE/cache", data="nr_inodes=2")),
-    "all is full": Environment(
-        False, NONE, {"TE_MODELS_CACHE": "HERE/all/cache", "TMPDIR": "HERE/all"}, on_mount("HERE/all", data="size=16k")
-    ),
+    "all is full": Environment(False, NONE, ALL, on_mount("HERE/all", data="size=16k")),
     "a cache that cannot be written": Environment(True, OWN, before=on_mount("HERE/cache", READ_ONLY)),
     "a cache that is a file": Environment(True, OWN, {"TE_MODELS_CACHE": "HERE/library"}),
     "a cache in a file": Environment(True, OWN, {"TE_MODELS_CACHE": "HERE/library/cache"}),
-    "a cache that all may write to": Environment(
-        True,
-        OWN + "others may write to",
-        before="import os\nos.makedirs('HERE/cache/cpp')\nos.chmod('HERE/cache/cpp', 0o777)",
-    ),
+    "a cache that all may write to": Environment(True, OWN + "others may write to", before=OPEN),
     "a cache by a relative path": Environment(
         True,
         OWN + "TE_MODELS_CACHE is 'cache'; allowed: an absolute path",
@@ -111,27 +107,17 @@ CASES = {
     "an open quote in CXX": Environment(
         False, NONE + "CXX is '\"g++', which is no command: No closing quotation", {"CXX": '"g++'}
     ),
-    "a compiler that is not there": Environment(False, NONE + "there is no C++ compiler", {"CXX": "no-such"}),
-    "a compiler that is a folder": Environment(False, NONE + "there is no C++ compiler", {"CXX": "/"}),
-    "no PATH": Environment(
-        False, NONE + "there is no C++ compiler", {"CXX": ""}, "import os, shutil\nos.environ['PATH'] = '/proc/none'"
-    ),
+    "a compiler that is not there": Environment(False, ABSENT, {"CXX": "no-such"}),
+    "a compiler that is a folder": Environment(False, ABSENT, {"CXX": "/"}),
+    "no PATH": Environment(False, ABSENT, {"CXX": ""}, "import os, shutil\nos.environ['PATH'] = '/proc/none'"),
     "a compiler that is no program": Environment(
         False, f"{NONE}the C++ compiler HERE/text did not run", {"CXX": "HERE/text"}
     ),
-    "a compiler that writes garbage": Environment(
-        False,
-        f"{NONE}what the C++ compiler HERE/compiler made cannot be loaded",
-        compiler='for last; do :; done; echo garbage > "$last"',
-    ),
+    "a compiler that writes garbage": Environment(False, GARBLED, compiler=LAST + 'echo garbage > "$last"'),
     "a compiler that writes half": Environment(
-        False,
-        f"{NONE}what the C++ compiler HERE/compiler made cannot be loaded",
-        compiler='for last; do :; done; /usr/bin/head -c 100 HERE/library > "$last"',
+        False, GARBLED, compiler=LAST + '/usr/bin/head -c 100 HERE/library > "$last"'
     ),
-    "a compiler that makes a folder": Environment(
-        False, FAILS + "exit status 0", compiler='for last; do :; done; /bin/mkdir "$last"'
-    ),
+    "a compiler that makes a folder": Environment(False, FAILS + "exit status 0", compiler=LAST + '/bin/mkdir "$last"'),
     "a compiler that does nothing": Environment(False, FAILS + "exit status 0", compiler="exit 0"),
     "a compiler that is killed": Environment(False, FAILS + "exit status -9", compiler="kill -9 $$"),
     "a compiler that fails in no encoding": Environment(

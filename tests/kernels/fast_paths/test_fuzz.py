@@ -321,25 +321,12 @@ def _windows(x: Tensor, g: Generator) -> Tensor:
 
 Change = Callable[[Tensor, Generator], Any]
 LAYOUTS: tuple[Change, ...] = (
-    _negative,
-    _stepped,
-    _beside,
-    _within,
-    _offset,
-    _in_inference,
-    _repeated,
-    _windows,
-    lambda x, g: x.mT.contiguous().mT,
-    lambda x, g: x.transpose(0, -1).contiguous().transpose(0, -1),
-    lambda x, g: nn.Parameter(x),
-    lambda x, g: x.clone().requires_grad_(),
+    *(_negative, _stepped, _beside, _within, _offset, _in_inference, _repeated, _windows),
+    *(lambda x, g: x.mT.contiguous().mT, lambda x, g: x.transpose(0, -1).contiguous().transpose(0, -1)),
+    *(lambda x, g: nn.Parameter(x), lambda x, g: x.clone().requires_grad_()),
 )
 WRONG: tuple[Change, ...] = (
-    _resized,
-    _resized,
-    _resized,
-    _cast,
-    _cast,
+    *(_resized, _resized, _resized, _cast, _cast),
     lambda x, g: x.to("meta"),
     lambda x, g: x[None],
     lambda x, g: x[0],

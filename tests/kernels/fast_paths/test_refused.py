@@ -50,11 +50,8 @@ def test_a_product_of_few_rows_takes_a_bias_as_torch_does(dtype: torch.dtype) ->
 
 
 def stored(rows: int, columns: int) -> ScaledOperand:
-    return ScaledOperand(
-        quantize_per_tensor(drawn(rows, columns), torch.tensor(100.0), torch.float8_e4m3fn),
-        torch.tensor(0.01),
-        "per_tensor",
-    )
+    data = quantize_per_tensor(drawn(rows, columns), torch.tensor(100.0), torch.float8_e4m3fn)
+    return ScaledOperand(data, torch.tensor(0.01), "per_tensor")
 
 
 def test_a_stored_weight_takes_what_its_dequantized_values_do() -> None:
@@ -66,9 +63,8 @@ def test_a_stored_weight_takes_what_its_dequantized_values_do() -> None:
                 few_rows.stored_weight_linear(drawn(1, channels), weight)
         x = drawn(2, 512)
         torch.testing.assert_close(few_rows.stored_weight_linear(x, weight, drawn(1)), F.linear(x, values, drawn(1)))
-        torch.testing.assert_close(
-            few_rows.stored_weight_linear(negative(2, 512), weight), F.linear(negative(2, 512), values)
-        )
+        found = few_rows.stored_weight_linear(negative(2, 512), weight)
+        torch.testing.assert_close(found, F.linear(negative(2, 512), values))
         with pytest.raises(RuntimeError):
             few_rows.stored_weight_linear(x, weight, drawn(3))
 

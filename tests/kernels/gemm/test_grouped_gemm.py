@@ -143,9 +143,8 @@ def test_explanations_and_counts() -> None:
     splits = torch.tensor([4, 4])
     gg.scaled_grouped_gemm(left, right, splits, torch.bfloat16)
     assert backends.gemm_counts() == {("scaled_grouped_gemm", "emulation"): 1, ("grouped_gemm", "loop"): 1}
-    assert gg.explain_grouped_gemm(torch.ones(2, 2), torch.ones(1, 2, 2)).startswith(
-        "grouped_gemm runs as loop; not triton"
-    )
+    text = gg.explain_grouped_gemm(torch.ones(2, 2), torch.ones(1, 2, 2))
+    assert text.startswith("grouped_gemm runs as loop; not triton")
     text = gg.explain_grouped_gemm(left, right)
     assert text.startswith("scaled_grouped_gemm runs as emulation; not triton: it needs a CUDA device, this is cpu")
     text = gg.explain_grouped_gemm(left, left, torch.float32)

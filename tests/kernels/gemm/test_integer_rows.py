@@ -91,9 +91,8 @@ def test_every_code_has_its_value(instructions: None) -> None:
         operand = IntegerOperand(packed, torch.full((256, 1), 0.7), zero, 256, bits, 256)
         for dtype in (BF16, F32):
             expected = ((data.float() - zero.float()) * 0.7).to(dtype)
-            found = torch.cat(
-                [few_rows.stored_weight_linear(part, operand) for part in torch.eye(256, dtype=dtype).split(16)]
-            )
+            parts = torch.eye(256, dtype=dtype).split(16)
+            found = torch.cat([few_rows.stored_weight_linear(part, operand) for part in parts])
             assert torch.equal(found.t(), expected)
 
 

@@ -115,10 +115,8 @@ def test_what_no_backend_multiplies_is_emulated() -> None:
 
 def test_explanation_counts_one_warning_and_strictness() -> None:
     left, right = pair("nvfp4", (32, 32, 64))
-    expected = (
-        "scaled_gemm runs as emulation; not native: it needs a CUDA device, this is cpu; not triton: it needs a CUDA "
-        "device, this is cpu"
-    )
+    cpu = "it needs a CUDA device, this is cpu"
+    expected = f"scaled_gemm runs as emulation; not native: {cpu}; not triton: {cpu}"
     for backend, more in (("bf16", ""), ("float32", "; this CPU multiplies the dequantized values in float32")):
         with gemm.using_cpu_gemm(backend):
             assert gemm.explain_gemm(left, right, torch.bfloat16) == expected + more
@@ -226,9 +224,8 @@ def test_microscaling_and_square_scales_reach_the_library_as_it_wants_them() -> 
     _, right = pair("mxfp8 1x32 by 32x32", (64, 48, 128))
     (scales,), _, _ = gemm.native._scales(right)
     assert scales.dtype == torch.float8_e8m0fnu
-    assert torch.equal(
-        scales.view(torch.uint8), gemm.native.tiled_32_4_4(right.scale_inv.repeat_interleave(32, 0)[:48])
-    )
+    tiled = gemm.native.tiled_32_4_4(right.scale_inv.repeat_interleave(32, 0)[:48])
+    assert torch.equal(scales.view(torch.uint8), tiled)
     packed = quantized(normal(64, 128, seed=1), "nvfp4", None)
     (blocks, whole), recipes, _ = gemm.native._scales(packed)
     assert (blocks.dtype, whole.shape, len(recipes)) == (torch.float8_e4m3fn, (1,), 2)

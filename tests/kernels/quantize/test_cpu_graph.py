@@ -1,7 +1,9 @@
 """Quantization as an operation of a CPU graph: the definitions' bits, and where it is called."""
 
+import functools
 import importlib
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -121,46 +123,26 @@ FUNCTIONS: dict[str, tuple[Callable[[Tensor], Tensor], list[str]]] = {
 }
 
 
-EAGER: dict[str, tuple[str, Callable[[Tensor], Any], Callable[[Tensor], Any]]] = {
-    "fp8": (
-        "round_fp8",
-        lambda x: q.round_blockwise(x, (1, 32), E4M3, "e8m0", BF16),
-        lambda x: rounding.round_blockwise(x, (1, 32), E4M3, "e8m0", BF16),
-    ),
+EAGER: dict[str, tuple[str, ModuleType, Callable[[Any, Tensor], Any]]] = {
+    "fp8": ("round_fp8", rounding, lambda its, x: its.round_blockwise(x, (1, 32), E4M3, "e8m0", BF16)),
     "fp8, as quantizers call it": (
-        "round_fp8",
-        lambda x: q.round_blockwise(x, (32, 1), E4M3, "pow2", F32, epsilon=0.1),
-        lambda x: rounding.round_blockwise(x, (32, 1), E4M3, "pow2", F32, epsilon=0.1),
+        *("round_fp8", rounding),
+        lambda its, x: its.round_blockwise(x, (32, 1), E4M3, "pow2", F32, epsilon=0.1),
     ),
-    "nvfp4": (
-        "round_nvfp4",
-        lambda x: q.round_nvfp4(x, BF16, block=(1, 16), key=KEY, stream=1),
-        lambda x: nvfp4.round_nvfp4(x, BF16, block=(1, 16), key=KEY, stream=1),
-    ),
-    "nvfp4, own amax": (
-        "round_nvfp4",
-        lambda x: q.round_current_nvfp4(x, BF16),
-        lambda x: nvfp4_eager.round_current_nvfp4(x, BF16, block=(1, 16)),
-    ),
-    "current": (
-        "round_current",
-        lambda x: q.round_current(x, E5M2, F32, pow2=True),
-        lambda x: rounding.round_current(x, E5M2, F32, pow2=True),
-    ),
-    "delayed": (
-        "round_scaled",
-        lambda x: q.round_per_tensor(x, SCALE, E4M3, BF16),
-        lambda x: rounding.round_per_tensor(x, SCALE, E4M3, BF16),
-    ),
-    "transform": ("random_hadamard", lambda x: q.random_hadamard(x, -2), lambda x: hadamard.random_hadamard(x, -2)),
+    "nvfp4": ("round_nvfp4", nvfp4, lambda its, x: its.round_nvfp4(x, BF16, block=(1, 16), key=KEY, stream=1)),
+    "nvfp4, own amax": ("round_nvfp4", nvfp4_eager, lambda its, x: its.round_current_nvfp4(x, BF16, block=(1, 16))),
+    "current": ("round_current", rounding, lambda its, x: its.round_current(x, E5M2, F32, pow2=True)),
+    "delayed": ("round_scaled", rounding, lambda its, x: its.round_per_tensor(x, SCALE, E4M3, BF16)),
+    "transform": ("random_hadamard", hadamard, lambda its, x: its.random_hadamard(x, -2)),
 }
-"""Function of the library -> what eager code calls, and the definition."""
+"""Function of the library -> the module of the definition, and what is called of it, and of `q` by eager code."""
 
 
 @pytest.mark.parametrize("name", EAGER)
 def test_eager_code_takes_the_library(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the definition's bits; not where a gradient or a transform of functions wants the arithmetic."""
-    function_name, function, definition = EAGER[name]
+    function_name, module, call = EAGER[name]
+    function, definition = functools.partial(call, q), functools.partial(call, module)
     calls: list[str] = []
     its = getattr(library, function_name)
     monkeypatch.setattr(library, function_name, lambda *args: (calls.append(function_name), its(*args))[1])

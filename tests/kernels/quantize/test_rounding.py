@@ -100,9 +100,8 @@ def test_quantizing_and_rounding_at_once_has_the_bits_of_the_two(
             wanted = q.quantize_blockwise_both(values, block, fp8_dtype, kind, epsilon=epsilon)
             rounded = q.dequantize_blockwise(wanted[0], wanted[1], block, torch.bfloat16)
             for both in (False, True):
-                found, parts = q.quantize_and_round(
-                    values, block, fp8_dtype, kind, torch.bfloat16, epsilon=epsilon, both=both
-                )
+                options = {"epsilon": epsilon, "both": both}
+                found, parts = q.quantize_and_round(values, block, fp8_dtype, kind, torch.bfloat16, **options)
                 assert_same(found.float(), rounded.float())
                 assert len(parts) == (4 if both else 2)
                 for part, expected_part in zip(parts, wanted, strict=False):

@@ -23,12 +23,8 @@ def test_compiled_is_eager(name: str, backend: str) -> None:
         tensors = cast(rule.make(2, tokens), rule.rows, torch.float64)
         documents = torch.arange(tokens).expand(2, -1) // 40
         options = {"initial_state": torch.randn(2, *rule.state, dtype=torch.float64), "documents": documents}
-        close(
-            _gradients(rule, compiled, tensors, **options),
-            _gradients(rule, rule.run, tensors, **options),
-            torch.float64,
-            tokens,
-        )
+        found, wanted = (_gradients(rule, run, tensors, **options) for run in (compiled, rule.run))
+        close(found, wanted, torch.float64, tokens)
     from torch._dynamo.utils import counters
 
     assert counters["stats"]["unique_graphs"] == 2  # of 70 tokens, and of any number above a chunk

@@ -76,10 +76,8 @@ def test_the_library_is_the_definition(name: str, documents: str) -> None:
         options["cu_seqlens"] = torch.tensor([0, 30, 60, 70], dtype=torch.int32)
     found = list(rule.run(tensors, **options))
     ends = [0, 30, 60, 70] if options else [0, 70]
-    pieces = [
-        rule.define({n: x[:, b:e] if n in rule.rows else x for n, x in tensors.items()}, None)
-        for b, e in itertools.pairwise(ends)
-    ]
+    parts = ({n: x[:, b:e] if n in rule.rows else x for n, x in tensors.items()} for b, e in itertools.pairwise(ends))
+    pieces = [rule.define(own, None) for own in parts]
     states = [s for _, s in pieces]
     wanted = [torch.cat([y for y, _ in pieces], 1), torch.cat(states) if documents == "ends" else states[-1]]
     grads = [torch.randn_like(x) for x in wanted]

@@ -16,15 +16,9 @@ from tests.kernels.gemm.scaled_cases import E5M2, quantized
 
 # centered, zero_centered, weight_last, has weight, has bias
 NORM_OPTIONS = [
-    (False, False, True, True, False),
-    (False, True, True, True, False),
-    (False, False, False, True, False),
-    (False, True, False, True, False),
-    (False, False, True, False, False),
-    (True, False, False, True, True),
-    (True, True, False, True, False),
-    (True, False, True, True, True),
-    (True, False, True, False, True),
+    *((False, False, True, True, False), (False, True, True, True, False), (False, False, False, True, False)),
+    *((False, True, False, True, False), (False, False, True, False, False), (True, False, False, True, True)),
+    *((True, True, False, True, False), (True, False, True, True, True), (True, False, True, False, True)),
     (True, False, False, False, False),
 ]
 # name, gated, clamp, alpha, up_offset
@@ -34,14 +28,8 @@ ACTIVATION_OPTIONS = [
 ]
 # E, K, groups, best groups, group score
 ROUTER_COUNTS = [
-    (1, 1, None, None, "max"),
-    (7, 7, None, None, "max"),
-    (8, 2, None, None, "max"),
-    (129, 6, None, None, "max"),
-    (16, 4, 4, 2, "top2_sum"),
-    (20, 3, 4, 1, "max"),
-    (15, 9, 5, 4, "top2_sum"),
-    (4, 2, 4, 3, "top2_sum"),
+    *((1, 1, None, None, "max"), (7, 7, None, None, "max"), (8, 2, None, None, "max"), (129, 6, None, None, "max")),
+    *((16, 4, 4, 2, "top2_sum"), (20, 3, 4, 1, "max"), (15, 9, 5, 4, "top2_sum"), (4, 2, 4, 3, "top2_sum")),
 ]
 # sigmoid, after, bias, normalize, eps, scaling
 ROUTER_SCORES = [

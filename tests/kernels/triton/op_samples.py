@@ -248,10 +248,8 @@ def grouped_gemms(device: torch.device) -> Iterator[tuple[str, Arguments]]:
         yield "scaled_grouped_gemm", (*flatten(left), *flatten(right), splits, dtype, dtype == F32, dtype == BF16)
         side = _moved(op_inputs.quantized_rows(normal(256, 6, seed=1), [128, 128], *rows, dim=0), device)
         grads, whole = torch.zeros(2, 6, 6, dtype=dtype, device=device), torch.tensor([128, 128], device=device)
-        yield (
-            "scaled_grouped_gemm_wgrad_accumulate_",
-            (grads, *flatten(side), *flatten(side), whole, True, dtype == BF16),
-        )
+        operands = (grads, *flatten(side), *flatten(side), whole)
+        yield "scaled_grouped_gemm_wgrad_accumulate_", (*operands, True, dtype == BF16)
 
 
 def embeddings(device: torch.device) -> Iterator[tuple[str, Arguments]]:
@@ -286,9 +284,8 @@ def packed_attentions(device: torch.device) -> Iterator[tuple[str, Arguments]]:
 def flash_attentions(device: torch.device) -> Iterator[tuple[str, Arguments]]:
     """On a CPU; of one projection's heads, and of the last of the keys."""
     for dtype, causal in ((F32, True), (BF16, False)):
-        q, k, v = (
-            torch.randn(2, 2, heads, width + 6).to(dtype)[..., :width] for heads, width in ((4, 32), (2, 32), (2, 16))
-        )
+        sizes = ((4, 32), (2, 32), (2, 16))
+        q, k, v = (torch.randn(2, 2, heads, width + 6).to(dtype)[..., :width] for heads, width in sizes)
         k, v = (x.repeat(1, 3, 1, 1) for x in (k, v))
         yield "flash_attention_fwd", (q, k, v, 0.3, causal)
         out, logsumexp = torch.randn(2, 2, 4, 16).to(dtype), torch.rand(2, 2, 4)
@@ -320,24 +317,8 @@ def recurrences(device: torch.device) -> Iterator[tuple[str, Arguments]]:
 
 
 FAMILIES: list[Family] = [
-    norms,
-    quantized_outputs,
-    activations,
-    ropes,
-    routers,
-    permutations,
-    losses,
-    by_recipe,
-    fp8,
-    nvfp4,
-    cpu_graph,
-    gemms,
-    grouped_gemms,
-    embeddings,
-    recurrences,
-    packed_attentions,
-    flash_attentions,
-    packed_intervals,
+    *(norms, quantized_outputs, activations, ropes, routers, permutations, losses, by_recipe, fp8, nvfp4, cpu_graph),
+    *(gemms, grouped_gemms, embeddings, recurrences, packed_attentions, flash_attentions, packed_intervals),
 ]
 ON_A_CPU = (cpu_graph, packed_attentions, flash_attentions)
 """Families of operations without a kernel for a GPU."""

@@ -12,12 +12,7 @@ from tests.kernels.triton.op_inputs import quantized_rows, ranges
 
 # rows past the last group; empty groups first, last, in the middle, all; one group; all rows in one; ragged; many
 SPLITS = [
-    ([5, 0, 20, 3], 4),
-    ([0, 0], 3),
-    ([0, 0], 0),
-    ([0, 33, 0], 0),
-    ([17], 0),
-    ([1, 16, 16, 1], 2),
+    *(([5, 0, 20, 3], 4), ([0, 0], 3), ([0, 0], 0), ([0, 33, 0], 0), ([17], 0), ([1, 16, 16, 1], 2)),
     ([0, 2, 1] * 6, 5),
 ]
 
@@ -131,9 +126,8 @@ def test_splits_beyond_the_rows_stay_inside_the_memory(device: torch.device) -> 
 
     x, b = normal(20, 32, seed=11, device=device), normal(3, 16, 32, seed=12, device=device)
     splits = torch.tensor([12, 50, 7], device=device)
-    y = kernels.grouped_gemm(
-        kernels.TileOperand.unscaled(x), kernels.TileOperand.unscaled(b), splits, x.new_empty(20, 16)
-    )
+    left, right = (kernels.TileOperand.unscaled(t) for t in (x, b))
+    y = kernels.grouped_gemm(left, right, splits, x.new_empty(20, 16))
     assert_within(y[:12], x[:12].double(), b[0].double())
     assert_within(y[12:], x[12:].double(), b[1].double())
     out = torch.full((3, 32, 32), float("nan"), device=device)
@@ -169,11 +163,8 @@ def test_real_sizes(formats: str, shape: tuple[int, int, int, int], device: torc
         left = quantized_rows(x, sizes, kind, block, dim=1)
         right = quantized(w, *FORMATS[formats][1])
         grads = [quantized_rows(side, sizes, kind, block, dim=0) for side in (dy, x)]
-        a, b, columns = (
-            kernels.TileOperand.of(left),
-            kernels.TileOperand.of(right),
-            tuple(map(kernels.TileOperand.of, grads)),
-        )
+        a, b = kernels.TileOperand.of(left), kernels.TileOperand.of(right)
+        columns = tuple(map(kernels.TileOperand.of, grads))
         # tensor cores of compute capability 9 keep about 14 bits of a sum within 128 values; MX runs in bfloat16
         loose = 0.0 if kind == "e8m0" else 2.0**-12
     runs = [kernels.grouped_gemm(a, b, count, torch.empty(total, outer, device=device)) for _ in range(2)]
@@ -181,11 +172,8 @@ def test_real_sizes(formats: str, shape: tuple[int, int, int, int], device: torc
     assert torch.equal(*runs) and torch.equal(*wgrads)
     for g, (begin, end) in enumerate(ranges(sizes)):
         if formats == "plain":
-            rows, weight, operands = (
-                x[begin:end].double(),
-                w[g].double(),
-                (dy[begin:end].double().t(), x[begin:end].double().t()),
-            )
+            rows, weight = x[begin:end].double(), w[g].double()
+            operands = dy[begin:end].double().t(), x[begin:end].double().t()
         else:
             rows, weight = exact_rows(left, begin, end, g, 1), exact(right.member(g))
             operands = [exact_rows(side, begin, end, g, 0) for side in grads]

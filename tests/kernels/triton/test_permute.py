@@ -12,14 +12,8 @@ F32 = 2.0**-24
 
 # T, K, E, H, align
 CASES = [
-    (1, 1, 1, 1, 1),
-    (15, 2, 4, 17, 1),
-    (17, 3, 5, 33, 4),
-    (65, 2, 8, 129, 16),
-    (7, 8, 8, 1000, 32),
-    (3, 2, 127, 2049, 1),
-    (0, 2, 4, 8, 16),
-    (5, 2, 4, 0, 1),
+    *((1, 1, 1, 1, 1), (15, 2, 4, 17, 1), (17, 3, 5, 33, 4), (65, 2, 8, 129, 16), (7, 8, 8, 1000, 32)),
+    *((3, 2, 127, 2049, 1), (0, 2, 4, 8, 16), (5, 2, 4, 0, 1)),
 ]
 REAL = [(32768, 8, 128, 2048, 1), (8192, 2, 8, 4096, 128), (4097, 6, 64, 1408, 16), (1, 8, 256, 7168, 128)]
 
@@ -30,11 +24,7 @@ def from_op(indices: Tensor, experts: int, align: int) -> Permutation:
 
 
 @pytest.mark.sentinels(
-    "dtype0-False-case0",
-    "dtype1-True-case1",
-    "dtype0-True-case2",
-    "dtype1-False-case3",
-    "dtype0-False-case4",
+    *("dtype0-False-case0", "dtype1-True-case1", "dtype0-True-case2", "dtype1-False-case3", "dtype0-False-case4"),
     "dtype1-True-case6",
 )
 @pytest.mark.usefixtures("poisoned")
@@ -80,12 +70,8 @@ def test_running_sums_over_several_blocks(device) -> None:
 
 
 @pytest.mark.sentinels(
-    "torch.float32-case0",
-    "torch.bfloat16-case1",
-    "torch.float8_e4m3fn-case2",
-    "torch.uint8-case5",
-    "torch.float32-case6",
-    "torch.bfloat16-case7",
+    *("torch.float32-case0", "torch.bfloat16-case1", "torch.float8_e4m3fn-case2", "torch.uint8-case5"),
+    *("torch.float32-case6", "torch.bfloat16-case7"),
 )
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("case", CASES)

@@ -8,14 +8,8 @@ from tests.kernels.triton.op_inputs import rope_inputs as inputs
 
 # B, S, N, D, rotated channels, tables per batch
 CASES = [
-    (1, 1, 1, 2, 2, 1),
-    (2, 5, 3, 16, 16, 1),
-    (2, 3, 5, 20, 12, 2),
-    (1, 2, 33, 130, 64, 1),
-    (3, 2, 2, 80, 80, 3),
-    (1, 2, 70, 128, 128, 1),
-    (0, 4, 2, 8, 8, 1),
-    (2, 0, 2, 8, 8, 1),
+    *((1, 1, 1, 2, 2, 1), (2, 5, 3, 16, 16, 1), (2, 3, 5, 20, 12, 2), (1, 2, 33, 130, 64, 1), (3, 2, 2, 80, 80, 3)),
+    *((1, 2, 70, 128, 128, 1), (0, 4, 2, 8, 8, 1), (2, 0, 2, 8, 8, 1)),
 ]
 REAL = [(2, 4096, 40, 128, 128, 1), (1, 8192, 24, 192, 64, 1), (4, 333, 64, 80, 20, 4)]
 
@@ -54,9 +48,8 @@ def test_heads_inside_a_projection(device) -> None:
         x = qkv[..., begin : begin + 8 * heads].unflatten(-1, (heads, 8))
         assert torch.equal(op.rope(x, cos, sin, False, False), reference.apply_rope(x, cos, sin))
     transposed = torch.randn(2, 3, 8, 4, device=device).mT  # channels are not contiguous
-    assert torch.equal(
-        op.rope(transposed, cos, sin, True, False), reference.apply_rope(transposed, cos, sin, "interleaved")
-    )
+    expected = reference.apply_rope(transposed, cos, sin, "interleaved")
+    assert torch.equal(op.rope(transposed, cos, sin, True, False), expected)
 
 
 def test_the_inverse_turns_back(device) -> None:

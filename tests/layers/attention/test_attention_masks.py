@@ -62,14 +62,9 @@ def test_layouts(qkv_format: str, softmax_type: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "window", "end"),
     [
-        ("causal", None, False),
-        ("causal", (2, 0), False),
-        ("causal", 2, False),
-        ("causal_bottom_right", None, True),
-        ("causal_bottom_right", (1, 0), True),
-        ("no_mask", None, True),
-        ("no_mask", (1, 2), True),
-        ("arbitrary", None, True),
+        *(("causal", None, False), ("causal", (2, 0), False), ("causal", 2, False)),
+        *(("causal_bottom_right", None, True), ("causal_bottom_right", (1, 0), True), ("no_mask", None, True)),
+        *(("no_mask", (1, 2), True), ("arbitrary", None, True)),
     ],
 )
 def test_mask_types_and_windows(kind: str, window: Any, end: bool, softmax_type: str, length: int, keys: int) -> None:
@@ -229,9 +224,8 @@ def test_one_token_with_a_cache_has_no_mask_and_copies_no_keys(
     q, k, v = (t.to(dtype) for t in inputs(1, 9))
     hidden = torch.zeros(B, 1, 1, 9, dtype=torch.bool)
     hidden[1, ..., :3] = hide
-    module = DotProductAttention(
-        N, D, G, qkv_format="bshd", attn_mask_type="causal_bottom_right", window_size=window
-    ).eval()
+    options = {"qkv_format": "bshd", "attn_mask_type": "causal_bottom_right", "window_size": window}
+    module = DotProductAttention(N, D, G, **options).eval()
     got = module(q, k, v, hidden if hide else None)
     reached = 9 if window is None else window
     found = expected(q, k, v, lambda b, i, j: j >= 9 - reached and not hidden[b, 0, 0, j])

@@ -29,9 +29,8 @@ def attention(window: int, **options: Any) -> DotProductAttention:
 
 def inputs(queries: int, keys: int) -> tuple[Tensor, Tensor, Tensor]:
     torch.manual_seed(1)
-    return tuple(
-        torch.randn(B, rows, heads, D, requires_grad=True) for rows, heads in ((queries, N), (keys, G), (keys, G))
-    )
+    sizes = ((queries, N), (keys, G), (keys, G))
+    return tuple(torch.randn(B, rows, heads, D, requires_grad=True) for rows, heads in sizes)
 
 
 def documents(keys: int) -> Tensor:
@@ -142,12 +141,8 @@ def test_sinks_without_a_window_need_no_scores(
 
 def test_blocks_are_for_long_sequences() -> None:
     """With fewer queries than three blocks they save little; keys before the queries are a whole block, or none."""
-    assert [saves(100, queries, keys) for queries, keys in ((300, 300), (301, 301), (301, 350), (301, 401))] == [
-        False,
-        True,
-        False,
-        True,
-    ]
+    saved = [saves(100, queries, keys) for queries, keys in ((300, 300), (301, 301), (301, 350), (301, 401))]
+    assert saved == [False, True, False, True]
     calls: list[tuple[int, ...]] = []
 
     def noted(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:

@@ -79,13 +79,8 @@ def close(a: Tensor, b: Tensor, bound: float, what: str = "") -> None:
 
 @on_ranks(2)
 @pytest.mark.sentinels(
-    "pair-plain-None",
-    "pair-sequence-mxfp8",
-    "normed_pair-plain-delayed",
-    "mlp-plain-current",
-    "mlp-sequence-None",
-    "gated_mlp-plain-mxfp8",
-    "transformer_layer-plain-None",
+    *("pair-plain-None", "pair-sequence-mxfp8", "normed_pair-plain-delayed", "mlp-plain-current"),
+    *("mlp-sequence-None", "gated_mlp-plain-mxfp8", "transformer_layer-plain-None"),
     "transformer_layer-sequence-delayed",
 )
 @pytest.mark.parametrize("name", [None, "current", "mxfp8", "delayed"])
@@ -131,10 +126,8 @@ def test_grouped_members_are_split(grouped: bool, grouped_bias: bool) -> None:
     rank, group = dist.get_rank(), dist.new_group([0, 1])
     layout = {"single_grouped_weight": grouped, "single_grouped_bias": grouped_bias}
     torch.manual_seed(1)
-    whole = [
-        te.GroupedLinear(EXPERTS, HIDDEN, FFN, True, **layout),
-        te.GroupedLinear(EXPERTS, FFN, HIDDEN, True, **layout),
-    ]
+    sizes = ((HIDDEN, FFN), (FFN, HIDDEN))
+    whole = [te.GroupedLinear(EXPERTS, *size, True, **layout) for size in sizes]
     torch.manual_seed(1)
     column = te.GroupedLinear(EXPERTS, HIDDEN, FFN, True, tp_group=group, parallel_mode="column", **layout)
     row = te.GroupedLinear(EXPERTS, FFN, HIDDEN, True, tp_group=group, parallel_mode="row", **layout)

@@ -128,18 +128,14 @@ def test_delayed_scaling_records_the_same_amaxes(monkeypatch: pytest.MonkeyPatch
 
 
 BLOCK1 = te.Float8BlockQuantizer(block_scaling_dim=1)
+BY_ROWS = te.HybridQuantizer(
+    rowwise_quantizer=te.MXFP8Quantizer(), columnwise_quantizer=te.Float8CurrentScalingQuantizer()
+)
 MIXTURES: dict[str, tuple[te.Quantizer, te.Quantizer]] = {  # of x and of dy
     "blocks of other lengths": (BLOCK1, te.MXFP8Quantizer()),
     "blocks and one scale": (te.MXFP8Quantizer(), te.Float8CurrentScalingQuantizer()),
     "one scale and blocks": (te.Float8CurrentScalingQuantizer(), BLOCK1),
-    "another format for wgrad": (
-        te.HybridQuantizer(
-            rowwise_quantizer=te.MXFP8Quantizer(), columnwise_quantizer=te.Float8CurrentScalingQuantizer()
-        ),
-        te.HybridQuantizer(
-            rowwise_quantizer=te.MXFP8Quantizer(), columnwise_quantizer=te.Float8CurrentScalingQuantizer()
-        ),
-    ),
+    "another format for wgrad": (BY_ROWS, BY_ROWS),
     "plain for wgrad": (
         te.HybridQuantizer(rowwise_quantizer=te.MXFP8Quantizer(), columnwise_quantizer=te.IdentityQuantizer()),
         te.IdentityQuantizer(),

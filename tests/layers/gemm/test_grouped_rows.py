@@ -106,9 +106,8 @@ def test_splits_are_never_read(name: str) -> None:
     assert grouped.dequantize().shape == x.shape
     grouped.quantize_(x.to("meta"), m_splits=m_splits.to("meta"), noop=torch.empty((), device="meta"))
     expected = make(name)
-    assert {n: (f.shape, f.dtype) for n, f in grouped.fields.items()} == {
-        n: (f.shape, f.dtype) for n, f in expected.fields.items()
-    }
+    found, wanted = ({n: (f.shape, f.dtype) for n, f in its.fields.items()} for its in (grouped, expected))
+    assert found == wanted
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -219,9 +218,8 @@ def test_compiled_functions_take_and_return_rows_of_any_splits(name: str) -> Non
 def test_stochastic_rounding_draws_from_its_key() -> None:
     quantizer = te.NVFP4Quantizer(stochastic_rounding=True)
     x, m_splits = rows_of([20, 12], 32)
-    one, two, three = (
-        te.GroupedRows.quantize_rows(x, m_splits, quantizer, key=torch.tensor([5, counter])) for counter in (0, 0, 1)
-    )
+    keys = (torch.tensor([5, counter]) for counter in (0, 0, 1))
+    one, two, three = (te.GroupedRows.quantize_rows(x, m_splits, quantizer, key=key) for key in keys)
     assert same_bits(one, two) and not same_bits(one, three)
     refused(lambda: te.GroupedRows.quantize_rows(x, m_splits, quantizer), "draws from a key")
 

@@ -128,13 +128,10 @@ def test_four_bit_weights_in_squares_have_packed_numbers_for_dgrad(
     assert torch.equal(found.values, expected.values.mT) and torch.equal(found.scale, expected.scale)
     if not grouped:
         key = torch.zeros(2, dtype=torch.int64)
-        left = gemm_operand.quantized_operand(
-            quantizers.grad_output, torch.randn(32, 64).bfloat16(), "rowwise", torch.bfloat16, key
-        )
-        assert (
-            choose_gemm(left, right, torch.bfloat16, DeviceCapability("cuda", (10, 0), True, (12, 9))).backend
-            == "native"
-        )
+        dy = torch.randn(32, 64).bfloat16()
+        left = gemm_operand.quantized_operand(quantizers.grad_output, dy, "rowwise", torch.bfloat16, key)
+        b200 = DeviceCapability("cuda", (10, 0), True, (12, 9))
+        assert choose_gemm(left, right, torch.bfloat16, b200).backend == "native"
 
 
 def test_a_fallback_in_a_compiled_graph_is_counted_when_it_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:

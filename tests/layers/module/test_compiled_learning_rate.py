@@ -52,9 +52,9 @@ def test_a_step_compiled_whole(kind: str, quantized: bool) -> None:
             for parameter in parameters:
                 parameter.grad = torch.ones(parameter.shape)
             optimizer.step()  # makes the state, which the compiled step then finds; the rate is zero
-        step = (
-            torch.compile(optimizer.step, fullgraph=kind == "ours", backend="aot_eager") if compiled else optimizer.step
-        )
+        step: Callable[[], object] = optimizer.step
+        if compiled:
+            step = torch.compile(step, fullgraph=kind == "ours", backend="aot_eager")
         seen = train(parameters, optimizer, step)
         assert seen == [seen[0]] * len(RATES) and (seen[0] > 0) == compiled
         found.append(parameters)

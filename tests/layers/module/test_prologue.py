@@ -99,10 +99,8 @@ def test_on_cpu_norm_and_layer_stay_apart(fused: list, monkeypatch: pytest.Monke
 @pytest.mark.parametrize("kind", ["layer_norm", "swiglu", "operations", "linear"])
 def test_the_compiler_traces_the_path_of_an_accelerator(kind: str, name: str, grad: bool, fused: list) -> None:
     """In one graph, which makes no quantizers. Traced only: Inductor's C++ backend is not what an accelerator runs."""
-    others = {
-        "linear": lambda: te.Linear(96, 64),
-        "operations": lambda: te.ops.Sequential(te.ops.RMSNorm(96), te.ops.Linear(96, 64)),
-    }
+    others = {"linear": lambda: te.Linear(96, 64)}
+    others |= {"operations": lambda: te.ops.Sequential(te.ops.RMSNorm(96), te.ops.Linear(96, 64))}
     module, x = (MODULES | others)[kind](), torch.randn(32, 96)
     with torch.set_grad_enabled(grad), te.autocast(recipe=te.recipe(name)):
         compiled = torch.compile(module, fullgraph=True, backend="aot_eager")

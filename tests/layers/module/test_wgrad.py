@@ -24,9 +24,7 @@ def experts(**options: bool) -> te.GroupedLinear:
 @pytest.mark.parametrize(
     "layer",
     [
-        te.Linear(64, 32, fuse_wgrad_accumulation=True),
-        te.ops.Linear(64, 32, fuse_wgrad_accumulation=True),
-        te.LayerNormMLP(64, 32, fuse_wgrad_accumulation=True),
+        *(kind(64, 32, fuse_wgrad_accumulation=True) for kind in (te.Linear, te.ops.Linear, te.LayerNormMLP)),
         experts(fuse_wgrad_accumulation=True),
     ],
     ids=lambda layer: type(layer).__name__,

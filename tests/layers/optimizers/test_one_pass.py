@@ -124,10 +124,8 @@ def test_blocks_of_normal_moments(dtype: torch.dtype, flush: bool, passes: list[
     gradient = torch.randn(blocks, 128) * scales * 10.0 ** torch.randint(-2, 5, (blocks, 1)).float()
     gradient[410:412, 9] = torch.tensor([float("nan"), float("inf")])
     try:
-        optimizers = [
-            FusedAdamW([nn.Parameter(weight.to(dtype))], moment_dtype="float8", seed=5, compile=c)
-            for c in (True, False)
-        ]
+        options = {"moment_dtype": "float8", "seed": 5}
+        optimizers = [FusedAdamW([nn.Parameter(weight.to(dtype))], compile=c, **options) for c in (True, False)]
         for optimizer in optimizers:
             optimizer.init_state()
             (parameter,) = optimizer.param_groups[0]["params"]

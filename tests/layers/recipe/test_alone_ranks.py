@@ -50,9 +50,7 @@ def fail(layer: Linear) -> None:
 
 
 KEPT: list[Linear] = []
-CASES: dict[str, Callable[[Linear], None]] = {
-    f.__name__: f for f in (evaluate, another_recipe, without_gradients, fail)
-}
+CASES: dict[str, Callable] = {f.__name__: f for f in (evaluate, another_recipe, without_gradients, fail)}
 
 
 def run(rank: int, case: str, backend: str | None) -> dict[str, Tensor]:

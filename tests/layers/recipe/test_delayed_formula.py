@@ -44,10 +44,8 @@ def test_scale_and_history_follow_the_formula(fmt: em.Format, length: int, margi
         scale = next_scale(scale, amaxes, last, torch.tensor(fmt.max), margin, algorithm)
         history = next_history(history, last)
         before = expected
-        expected = [
-            emulated(*state, float(amax), length, fmt.max, margin, algorithm)
-            for state, amax in zip(expected, last.numpy(), strict=True)
-        ]
+        options = (length, fmt.max, margin, algorithm)
+        expected = [emulated(*one, float(amax), *options) for one, amax in zip(expected, last.numpy(), strict=True)]
         changes += sum(a[0] != b[0] for a, b in zip(before, expected, strict=True))
         np.testing.assert_array_equal(scale.numpy(), [s for s, _ in expected])
         for column, (_, seen) in zip(history.T, expected, strict=True):

@@ -152,10 +152,8 @@ def train(model: MLP | Experts, run, steps: range, seen: list[Tensor]) -> None:
         with te.autocast(recipe=RECIPE):
             y = run(x)
         (y - x).square().mean().backward()
-        seen += [
-            y.detach(),
-            *(t.clone() for layer in (model.up, model.down) for t in (layer.fp8_scale, layer.fp8_history)),
-        ]
+        layers = (model.up, model.down)
+        seen += [y.detach(), *(t.clone() for layer in layers for t in (layer.fp8_scale, layer.fp8_history))]
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter -= 0.05 * parameter.grad

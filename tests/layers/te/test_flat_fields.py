@@ -84,9 +84,8 @@ def test_members_of_different_rows(name: str) -> None:
     quantizer = QUANTIZERS[name].with_usage(rowwise=True, columnwise=False)
     flat = {key: buffer for key, buffer in buffers(name, values).items() if not key.startswith("columnwise")}
     first_dims = torch.tensor([128, 256, 128])
-    grouped = GroupedTensorStorage(
-        (512, 128), torch.float32, num_tensors=3, quantizer=quantizer, first_dims=first_dims, **flat
-    )
+    options = {"num_tensors": 3, "quantizer": quantizer, "first_dims": first_dims}
+    grouped = GroupedTensorStorage((512, 128), torch.float32, **options, **flat)
     assert grouped.first_dims is first_dims
     assert_alone(grouped.split_into_quantized_tensors(), values, quantizer)
 

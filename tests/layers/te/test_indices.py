@@ -49,9 +49,8 @@ def test_checked_positions_compile_to_one_graph() -> None:
     x, freqs = torch.randn(8, 2, 8), te.RotaryPositionEmbedding(8)(4)
     rotate = torch.compile(te.apply_rotary_pos_emb, fullgraph=True, backend="eager")
     cu_seqlens = torch.tensor([0, 4, 8])
-    assert torch.equal(
-        rotate(x, freqs, "thd", cu_seqlens=cu_seqlens), te.apply_rotary_pos_emb(x, freqs, "thd", cu_seqlens=cu_seqlens)
-    )
+    found, expected = (run(x, freqs, "thd", cu_seqlens=cu_seqlens) for run in (rotate, te.apply_rotary_pos_emb))
+    assert torch.equal(found, expected)
     with pytest.raises(RuntimeError, match=POSITIONS):
         rotate(x, freqs, "thd", cu_seqlens=torch.tensor([0, 3, 8]))
 

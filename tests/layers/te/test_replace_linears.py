@@ -51,9 +51,8 @@ def test_parameters_names_and_high_precision_stay(dtype: torch.dtype) -> None:
     random = torch.get_rng_state()
     report = te.replace_linears(own, exclude=())
     assert torch.equal(torch.get_rng_state(), random), "nothing is drawn"
-    assert set(report.replaced) == {f"{b}.{n}" for b in ("blocks.0", "blocks.1", "again") for n in ("up", "down")} | {
-        "lm_head"
-    }
+    blocks = {f"{b}.{n}" for b in ("blocks.0", "blocks.1", "again") for n in ("up", "down")}
+    assert set(report.replaced) == blocks | {"lm_head"}
     assert report.left == {} and not any(type(m) is nn.Linear for m in own.modules())
     after = dict(own.named_parameters())
     assert after.keys() == parameters.keys() and all(after[name] is p for name, p in parameters.items())

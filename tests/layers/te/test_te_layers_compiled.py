@@ -57,19 +57,11 @@ class Experts(nn.Module):
         return te.moe_unpermute(y, places, restore_shape=tokens.shape, map_type="mask")
 
 
+PARALLEL = {"normalization": "RMSNorm", "activation": "swiglu", "bias": False}
 KINDS: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "encoder": (layer, 1),
     "recomputing": (Recomputing, 1),
-    "parallel": (
-        lambda: layer(
-            normalization="RMSNorm",
-            activation="swiglu",
-            bias=False,
-            parallel_attention_mlp=True,
-            qk_norm_type="RMSNorm",
-        ),
-        1,
-    ),
+    "parallel": (lambda: layer(parallel_attention_mlp=True, qk_norm_type="RMSNorm", **PARALLEL), 1),
     "post_norm": (lambda: layer(output_layernorm=True, apply_residual_connection_post_layernorm=True), 1),
     "decoder": (Decoder, 2),
     "experts": (Experts, 1),

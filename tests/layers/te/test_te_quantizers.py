@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 import te_models.layers as te
-from tests.compare import refused
+from tests.compare import refused, same_bits
 
 E4M3, E5M2 = te.DType.kFloat8E4M3, te.DType.kFloat8E5M2
+OFF = dict.fromkeys(("with_amax_reduction", "with_rht", "with_post_rht_amax", "with_2d_quantization"), False)
+OFF |= {"stochastic_rounding": False}
 MAKERS: dict[str, Callable[[], Any]] = {
     "delayed": lambda: te.Float8Quantizer(torch.full((1,), 4.0), torch.zeros(1), E4M3, rowwise=True, columnwise=True),
     "current": lambda: te.Float8CurrentScalingQuantizer(E5M2, torch.device("cpu"), rowwise=True, columnwise=True),
@@ -20,33 +22,17 @@ MAKERS: dict[str, Callable[[], Any]] = {
     ),
     "mxfp8": lambda: te.MXFP8Quantizer(E4M3, rowwise=True, columnwise=True),
     "nvfp4": lambda: te.NVFP4Quantizer(
-        fp4_dtype=te.DType.kFloat4E2M1,
-        rowwise=True,
-        columnwise=True,
-        with_amax_reduction=False,
-        amax_reduction_group=None,
-        with_rht=False,
-        with_post_rht_amax=False,
-        with_2d_quantization=False,
-        stochastic_rounding=False,
+        fp4_dtype=te.DType.kFloat4E2M1, rowwise=True, columnwise=True, amax_reduction_group=None, **OFF
     ),
 }
 X = torch.randn(4, 8, 64, generator=torch.Generator().manual_seed(0))
-
-
-def same(a: Any, b: Any) -> bool:
-    """Whether two quantized tensors have the same stored bytes."""
-    pairs = zip(a.fields.values(), b.fields.values(), strict=True)
-    return a.fields.keys() == b.fields.keys() and all(
-        torch.equal(x.reshape(-1).view(torch.uint8), y.reshape(-1).view(torch.uint8)) for x, y in pairs
-    )
 
 
 @pytest.mark.parametrize("name", MAKERS)
 def test_leading_dimensions_are_flattened(name: str) -> None:
     quantizer = MAKERS[name]()
     flat, cube = quantizer(X.view(32, 64)), quantizer(X)
-    assert cube.shape == X.shape and cube.dtype == X.dtype and same(flat, cube)
+    assert cube.shape == X.shape and cube.dtype == X.dtype and same_bits(flat, cube)
     assert torch.equal(cube.dequantize(), flat.dequantize().view(X.shape))
     line = quantizer(X[0, 0])
     assert line.shape == (64,) and torch.equal(line.dequantize(), quantizer(X[0, :1]).dequantize()[0])
@@ -56,15 +42,15 @@ def test_leading_dimensions_are_flattened(name: str) -> None:
 def test_one_number_without_dimensions(name: str) -> None:
     quantizer, x = MAKERS[name](), X[0, 0, 0].clone().requires_grad_()
     one, matrix = quantizer(x), quantizer(X[:1, 0, :1])
-    assert one.shape == () and same(one, matrix) and torch.equal(one.dequantize(), matrix.dequantize()[0, 0])
+    assert one.shape == () and same_bits(one, matrix) and torch.equal(one.dequantize(), matrix.dequantize()[0, 0])
     one.dequantize().backward()
     assert x.grad.item() == 1
     made = quantizer.make_empty([], dtype=torch.bfloat16)
     assert made.shape == () and made.dtype == torch.bfloat16
     quantizer.update_quantized(X[0, 0, 0], made)
-    assert same(made, one) and torch.equal((one + 1).detach(), one.dequantize().detach() + 1)
+    assert same_bits(made, one) and torch.equal((one + 1).detach(), one.dequantize().detach() + 1)
     copied = copy.deepcopy(made)
-    assert copied.shape == () and same(copied, made)
+    assert copied.shape == () and same_bits(copied, made)
     assert made.reshape(1).shape == (1,) and torch.equal(made.view(1, 1).dequantize(), made.dequantize().view(1, 1))
 
 
@@ -86,13 +72,13 @@ def test_tensors_are_made_empty_and_updated(name: str) -> None:
     made = quantizer.make_empty([4, 8, 64], dtype=torch.bfloat16, device="cpu", requires_grad=True)
     assert (made.shape, made.dtype, made.requires_grad) == ((4, 8, 64), torch.bfloat16, True)
     out = quantizer.make_empty((4, 8, 64))
-    assert quantizer.update_quantized(X, out) is out and same(out, quantizer(X))
+    assert quantizer.update_quantized(X, out) is out and same_bits(out, quantizer(X))
     quantizer.update_quantized(2.5 * X, out, noop_flag=torch.ones(1))
-    assert same(out, quantizer(X))
+    assert same_bits(out, quantizer(X))
     quantizer.update_quantized(2.5 * X, out, noop_flag=torch.zeros(1))
-    assert same(out, quantizer(2.5 * X))
-    assert quantizer.quantize(X, out=out) is out and same(out, quantizer(X))
-    assert [same(t, quantizer(X)) for t in quantizer.multi_quantize([X, X])] == [True, True]
+    assert same_bits(out, quantizer(2.5 * X))
+    assert quantizer.quantize(X, out=out) is out and same_bits(out, quantizer(X))
+    assert [same_bits(t, quantizer(X)) for t in quantizer.multi_quantize([X, X])] == [True, True]
     for wrong in (torch.empty(4, 8, 64), te.IdentityQuantizer()(X)):
         with pytest.raises(ValueError, match="cannot update"):
             quantizer.update_quantized(X, wrong)
@@ -112,9 +98,9 @@ def test_usages_are_set_on_the_object(name: str) -> None:
     quantizer.set_usage(columnwise=True)
     assert quantizer.get_usages() == {"rowwise": False, "columnwise": True}
     assert {field.partition("_")[0] for field in quantizer.make_empty((8, 64)).fields} == {"columnwise"}
-    assert same(quantizer(X), value.with_usage(rowwise=False, columnwise=True)(X))
+    assert same_bits(quantizer(X), value.with_usage(rowwise=False, columnwise=True)(X))
     assert quantizer.copy() == value.with_usage(rowwise=False, columnwise=True)
-    assert quantizer == value and same(before, value(X))  # the value is what it was, and so are its tensors
+    assert quantizer == value and same_bits(before, value(X))  # the value is what it was, and so are its tensors
     refused(quantizer.__fx_repr__, "live state that a graph cannot hold", error=TypeError)
     value.__fx_repr__()
 
@@ -122,10 +108,8 @@ def test_usages_are_set_on_the_object(name: str) -> None:
 def test_a_live_quantizer_records_and_is_copied_with_its_tensors() -> None:
     scale, amax = torch.full((1,), 2.0), torch.zeros(1)
     quantizer = te.Float8Quantizer(scale, amax, E4M3, columnwise=False)
-    assert quantizer.fp8_dtype == torch.float8_e4m3fn and quantizer.get_usages() == {
-        "rowwise": True,
-        "columnwise": False,
-    }
+    assert quantizer.fp8_dtype == torch.float8_e4m3fn
+    assert quantizer.get_usages() == {"rowwise": True, "columnwise": False}
     quantizer(X)
     assert amax.item() == X.abs().max().item()
     quantizer.calibrate(torch.full((3,), -70.0))
@@ -163,6 +147,6 @@ def test_blocks_of_two_dimensions_have_either_name() -> None:
     theirs, ours = te.MXFP8Quantizer(E4M3, with_2d_quantization=True), te.MXFP8Quantizer(two_dimensional=True)
     assert theirs == ours and hash(theirs) == hash(ours) and theirs.copy() == ours
     assert theirs.with_2d_quantization is True and te.MXFP8Quantizer().with_2d_quantization is False
-    assert same(theirs(X), ours(X)) and theirs.with_usage(rowwise=True, columnwise=False).two_dimensional
+    assert same_bits(theirs(X), ours(X)) and theirs.with_usage(rowwise=True, columnwise=False).two_dimensional
     with pytest.raises(ValueError, match="with_2d_quantization and two_dimensional are both given"):
         te.MXFP8Quantizer(E4M3, with_2d_quantization=True, two_dimensional=True)

@@ -101,35 +101,19 @@ def test_experts(per_gemm: bool) -> None:
 
 
 def test_parallel_layers_as_megatron_makes_them() -> None:
-    common = {
-        "sequence_parallel": False,
-        "fuse_wgrad_accumulation": False,
-        "tp_group": None,
-        "tp_size": 1,
-        "get_rng_state_tracker": None,
-        "init_method": nn.init.xavier_uniform_,
-        "bias": True,
-        "ub_overlap_ag": False,
-        "ub_name": None,
-    }
-    column = te.LayerNormLinear(
-        in_features=HIDDEN,
-        out_features=FFN,
-        eps=1e-5,
-        normalization="RMSNorm",
-        return_bias=False,
-        parallel_mode="column",
-        **common,
-    )
+    common = {"sequence_parallel": False, "fuse_wgrad_accumulation": False, "tp_group": None, "tp_size": 1}
+    common |= {"get_rng_state_tracker": None, "init_method": nn.init.xavier_uniform_, "bias": True}
+    common |= {"ub_overlap_ag": False, "ub_name": None}
+    normed = {"eps": 1e-5, "normalization": "RMSNorm", "return_bias": False, "parallel_mode": "column"}
+    column = te.LayerNormLinear(in_features=HIDDEN, out_features=FFN, **normed, **common)
     row = te.Linear(in_features=FFN, out_features=HIDDEN, return_bias=True, parallel_mode="row", **common)
     y, bias = row(column(torch.randn(SEQ, BATCH, HIDDEN), is_first_microbatch=None))
     trained([*column.parameters(), *row.parameters()], (y + bias).square().sum())
 
 
 def test_operations() -> None:
-    model = te.ops.Sequential(
-        te.ops.LayerNorm(HIDDEN), te.ops.Linear(HIDDEN, FFN), te.ops.GELU(), te.ops.Linear(FFN, HIDDEN)
-    )
+    first = te.ops.LayerNorm(HIDDEN), te.ops.Linear(HIDDEN, FFN)
+    model = te.ops.Sequential(*first, te.ops.GELU(), te.ops.Linear(FFN, HIDDEN))
     with te.autocast(recipe=recipe.MXFP8BlockScaling()):
         y = model(torch.randn(32, HIDDEN))
     trained(model.parameters(), y.square().sum())

@@ -116,9 +116,8 @@ def test_recipe_states_of_their_own() -> None:
     nvfp4 = te.RecipeState.create(te.NVFP4BlockScaling(), mode="forward", num_quantizers=3)
     assert [q.with_2d_quantization for q in nvfp4.make_quantizers()] == [False, True, False]
     roles = [te.QuantizerRole("linear", "weight"), None]
-    (weight, gradient) = te.RecipeState.create(
-        te.NVFP4BlockScaling(), mode="backward", num_quantizers=2, roles=roles
-    ).make_quantizers()
+    states = te.RecipeState.create(te.NVFP4BlockScaling(), mode="backward", num_quantizers=2, roles=roles)
+    (weight, gradient) = states.make_quantizers()
     assert weight.with_2d_quantization and gradient.stochastic_rounding
     asked = []
     custom = te.CustomRecipe(qfactory=lambda role: asked.append(role) or te.MXFP8Quantizer())

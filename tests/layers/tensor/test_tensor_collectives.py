@@ -53,11 +53,8 @@ def made(kind: str, seed: int, rows: int) -> te.QuantizedTensor:
     return FORMATS[name].quantize(torch.randn(rows, 128, generator=generator))
 
 
-KINDS = [
-    *FORMATS,
-    *(f"3 of {name}" for name in FORMATS),
-    *(f"rows of {name}" for name in ("float8", "mxfp8", "nvfp4_1d")),
-]
+ROWS_OF = tuple(f"rows of {name}" for name in ("float8", "mxfp8", "nvfp4_1d"))
+KINDS = [*FORMATS, *(f"3 of {name}" for name in FORMATS), *ROWS_OF]
 
 
 def stored(x: te.QuantizedTensor) -> dict[str, Tensor]:
@@ -208,9 +205,8 @@ def wait_tensor(kind: str, op: Any) -> None:
 def shard_dim_alltoall(kind: str, op: Any) -> None:
     x = make(kind, me()).dequantize()
     if x.dim() == 2:
-        assert torch.equal(
-            op(make(kind, me()), 0, 1, dist.group.WORLD.group_name), op(x, 0, 1, dist.group.WORLD.group_name)
-        )
+        name = dist.group.WORLD.group_name
+        assert torch.equal(op(make(kind, me()), 0, 1, name), op(x, 0, 1, name))
 
 
 KNOWN: dict[str, Callable[[str, Any], None]] = {
@@ -285,16 +281,9 @@ def unknown(kind: str, op: Any) -> None:
 
 @on_ranks(2)
 @pytest.mark.sentinels(
-    "c10d::allreduce_",
-    "c10d::broadcast_",
-    "c10d::_allgather_base_",
-    "c10d::scatter_",
-    "c10d::recv_",
-    "_c10d_functional::all_gather_into_tensor",
-    "_c10d_functional::all_reduce",
-    "_c10d_functional::wait_tensor",
-    "_c10d_functional_autograd::reduce_scatter_tensor",
-    "symm_mem::one_shot_all_reduce",
+    *("c10d::allreduce_", "c10d::broadcast_", "c10d::_allgather_base_", "c10d::scatter_", "c10d::recv_"),
+    *("_c10d_functional::all_gather_into_tensor", "_c10d_functional::all_reduce", "_c10d_functional::wait_tensor"),
+    *("_c10d_functional_autograd::reduce_scatter_tensor", "symm_mem::one_shot_all_reduce"),
 )  # one of each namespace and of each way that data goes
 @pytest.mark.parametrize("name", operations())
 def test_an_operation_moves_fields_reads_values_or_is_refused(name: str) -> None:

@@ -23,11 +23,8 @@ FORMATS = weight_quantizers()
 def quantized(request: pytest.FixtureRequest) -> te.QuantizedTensor:
     name, grouped = request.param
     torch.manual_seed(0)
-    return (
-        FORMATS[name].quantize_grouped(torch.randn(3, 40, 72))
-        if grouped
-        else FORMATS[name].quantize(torch.randn(40, 72))
-    )
+    quantizer = FORMATS[name]
+    return quantizer.quantize_grouped(torch.randn(3, 40, 72)) if grouped else quantizer.quantize(torch.randn(40, 72))
 
 
 def pointers(x: te.QuantizedTensor) -> list[int]:
@@ -150,18 +147,10 @@ def test_another_dtype_is_that_of_the_values(quantized: te.QuantizedTensor) -> N
     values = quantized.dequantize(torch.float64)
     float64, float16 = torch.float64, torch.float16
     for plain in (
-        quantized.half(),
-        quantized.to(float16),
-        quantized.type(float16),
-        quantized.to("cpu", float16),
-        quantized.type_as(torch.ones((), dtype=float16)),
-        quantized.double(),
-        quantized.to(float64),
-        quantized.bfloat16(),
-        quantized.float(),
-        quantized.detach().clone().float(),
-        nn.Parameter(quantized).detach().float(),
-        quantized.to(torch.int32),
+        *(quantized.half(), quantized.to(float16), quantized.type(float16), quantized.to("cpu", float16)),
+        *(quantized.type_as(torch.ones((), dtype=float16)), quantized.double(), quantized.to(float64)),
+        *(quantized.bfloat16(), quantized.float(), quantized.detach().clone().float()),
+        *(nn.Parameter(quantized).detach().float(), quantized.to(torch.int32)),
     ):
         assert type(plain) is torch.Tensor and torch.equal(plain, values.to(plain.dtype))
     assert quantized.half().dtype is float16 and quantized.double().dtype is float64

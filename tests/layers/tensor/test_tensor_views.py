@@ -68,12 +68,9 @@ def test_a_transpose_exchanges_the_copies(name: str, shape: tuple[int, ...]) -> 
     values = base.dequantize()
     for turned in (base.mT, base.transpose(-1, -2), base.permute(*range(len(shape) - 2), -1, -2)):
         assert type(turned) is type(base) and shares_storage(turned, base)
-        assert torch.equal(
-            turned.operand("rowwise", torch.float32).values, base.operand("columnwise", torch.float32).values.mT
-        )
-        assert torch.equal(
-            turned.operand("columnwise", torch.float32).values, base.operand("rowwise", torch.float32).values.mT
-        )
+        for usage, other in (("rowwise", "columnwise"), ("columnwise", "rowwise")):
+            expected = base.operand(other, torch.float32).values.mT
+            assert torch.equal(turned.operand(usage, torch.float32).values, expected)
         assert same_bits(turned.mT, base)
     if base.quantizer.symmetric:
         assert torch.equal(base.mT.dequantize(), values.mT)

@@ -68,9 +68,8 @@ def run_of(tmp_path: Path, name: str = "run", **changes: Any) -> training.TrainC
 def test_what_a_callback_is_told(tmp_path: Path) -> None:
     notes = Notes()
     evaluations = {"own": lambda model: torch.tensor(1.5), "weights": weight_norm}
-    rows = training.read_metrics(
-        training.train(run_of(tmp_path), callbacks=[notes], evaluations=evaluations).metrics_file
-    )
+    result = training.train(run_of(tmp_path), callbacks=[notes], evaluations=evaluations)
+    rows = training.read_metrics(result.metrics_file)
     events = [(event, step) for event, step, _ in notes.told]
     of_step = [[("on_step", s), *([("on_evaluate", s)] if s % 2 == 0 else []), ("on_log", s)] for s in (1, 2, 3, 4)]
     saved = [[], [("on_save", 2)], [], [("on_save", 4)]]
@@ -104,15 +103,12 @@ def test_an_error_names_its_callback_and_loses_nothing(tmp_path: Path, event: st
 def test_evaluations_that_fail_and_those_of_a_configuration(tmp_path: Path) -> None:
     name = "tests.training.callbacks.test_callbacks:weight_norm"
     config = run_of(tmp_path, evaluation=LOSS.replace(functions=(f"weights={name}",)))
-    with pytest.raises(
-        training.CallbackError, match=r"the evaluation odd failed at step 2: TypeError: it returned a str"
-    ):
+    with pytest.raises(training.CallbackError, match=r"evaluation odd failed at step 2: TypeError: it returned a str"):
         training.train(config, evaluations={"odd": lambda model: "much"})
     assert training.read_metrics(training.train(config).metrics_file)[3]["evaluations"].keys() == {"weights/norm"}
+    gone = LOSS.replace(functions=("a=tests.training.callbacks.test_callbacks:gone",))
     with pytest.raises(ConfigError, match=r"evaluation\.functions has '.*:gone', and .* has no 'gone'"):
-        training.train(
-            config.replace(evaluation=LOSS.replace(functions=("a=tests.training.callbacks.test_callbacks:gone",)))
-        )
+        training.train(config.replace(evaluation=gone))
     with pytest.raises(ConfigError, match=r'evaluation\.functions is .*; allowed: "name=package\.module:function"'):
         LOSS.replace(functions=("a",))
 
@@ -196,9 +192,8 @@ def test_the_result_is_uploaded_with_its_facts(tmp_path: Path, monkeypatch: pyte
     uploaded = Api.calls[2][1]
     assert uploaded["folder_path"] == str(result.model_dir) and uploaded["revision"] is None
     card = uploaded["card"]
-    assert card == training.model_card(tmp_path / "run") and card.startswith(
-        "---\nlibrary_name: te_models\n---\n\n# run\n"
-    )
+    assert card == training.model_card(tmp_path / "run")
+    assert card.startswith("---\nlibrary_name: te_models\n---\n\n# run\n")
     rows = training.read_metrics(result.metrics_file)
     for fact in (
         "| steps | 2 of 2 |",

@@ -1,7 +1,4 @@
-"""Checkpoints that a thread writes while a run goes on are, to the bit, those that the run would have waited for.
-
-A run that is killed while one is written goes on from the one before; an error of the thread ends the run at its next
-step."""
+"""Checkpoints that a thread writes are, to the bit, those of a run that waits; a kill or an error costs one at most."""
 
 import shutil
 import signal

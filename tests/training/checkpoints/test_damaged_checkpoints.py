@@ -33,6 +33,7 @@ from te_models.training import (
 from te_models.training.checkpoints.checkpoint import load_state
 from te_models.training.checkpoints.checks import TENSORS, VALUES, manifest_paths
 from tests.training import edited
+from tests.training.processes import as_toml
 from tests.training.runs import assert_same_bits, curve, tensors_under, tiny_model, tiny_run
 
 
@@ -120,12 +121,10 @@ def test_edits_are_told(run: Run) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(8))
 def test_all_edits_are_told(run: Run, plain: Run, part: int) -> None:
-    for case in itertools.islice(cases_of(run), part, None, 8):
-        assert_told(run, case)
-    for case in itertools.islice(
-        edited.tensor_cases(load_file(plain.checkpoints / "step-00000004" / TENSORS)), part, None, 8
-    ):
-        assert_told(plain, case)
+    whole = edited.tensor_cases(load_file(plain.checkpoints / "step-00000004" / TENSORS))
+    for its, cases in ((run, cases_of(run)), (plain, whole)):
+        for case in itertools.islice(cases, part, None, 8):
+            assert_told(its, case)
 
 
 def flip(folder: Path, bits: int, seed: int) -> Iterator[str]:
@@ -208,16 +207,6 @@ def test_verify_checks_a_training_checkpoint(run: Run, capsys: pytest.CaptureFix
     assert main(["verify", str(folder), "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
     assert not found["intact"] and "model.safetensors does not have the SHA-256" in found["problem"]
-
-
-def as_toml(config: TrainConfig) -> str:
-    """The configuration of these tests, tables of plain values, as TOML."""
-    values = config.to_dict()
-    tables = {name: value for name, value in values.items() if isinstance(value, dict)}
-    lines = [f"{name} = {json.dumps(v)}" for name, v in values.items() if name not in tables and v is not None]
-    for table, fields in tables.items():
-        lines += [f"[{table}]", *(f"{name} = {json.dumps(v)}" for name, v in fields.items() if v is not None)]
-    return "\n".join(lines) + "\n"
 
 
 def test_resume_from_an_older_or_another_runs_checkpoint(run: Run) -> None:

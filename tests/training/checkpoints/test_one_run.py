@@ -57,9 +57,7 @@ def test_tokenizing_twice_into_one_folder(tmp_path: Path) -> None:
     working = tmp_path / ".data.parts"
     with locked_folder(working, tmp_path / "data"):
         (working / "0.partial").mkdir()
-        with pytest.raises(
-            ValueError, match=f"process {os.getpid()} on host .* is writing {tmp_path}/data; wait for it"
-        ):
+        with pytest.raises(ValueError, match=f"process {os.getpid()} on host .* is writing {tmp_path}/data; wait"):
             build_dataset(tmp_path / "data", [TEXT], "bytes")
         assert (working / "0.partial").is_dir()
     build_dataset(tmp_path / "data", [TEXT], "bytes")

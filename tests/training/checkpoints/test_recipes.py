@@ -1,5 +1,4 @@
-"""The live state of recipes, saved by the ranks of one layout under the names of its layers, is what the ranks of
-another continue with: each expert's scales go where the expert is, each layer's random bits where the layer is."""
+"""Recipes' live state, saved by any layout under names of layers: scales go with experts, random bits with layers."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -51,9 +50,8 @@ def state_of(rank: int, dims: ParallelDims, layout: str = "") -> dict[str, Layer
     found = {}
     for layer in V[stage] if "V" in layout else LOOP[stage] if "loop" in layout else own:
         found[f"layers.{layer}.qkv.fp8_scale"] = LayerState(torch.full((3, 1), 100.0 * layer + 50), False, False)
-        found[f"layers.{layer}.qkv.fp8_grad_amax"] = LayerState(
-            torch.tensor([1.0 + (number + layer) % each]), False, True
-        )
+        amax = torch.tensor([1.0 + (number + layer) % each])
+        found[f"layers.{layer}.qkv.fp8_grad_amax"] = LayerState(amax, False, True)
         stream = torch.tensor([1000 * layer + number, 7])
         found[f"layers.{layer}.qkv.fp8_rng_state"] = LayerState(stream, False, True)
         experts = torch.tensor([100.0 * layer + e + 1 for e in experts_of(rank, dims)]).expand(3, -1)
@@ -71,9 +69,8 @@ def saved_by(states: list[dict[str, LayerState]], dims: ParallelDims) -> dict[st
     for first in range(0, dims.ranks, each):
         stage = dict(enumerate(states[first : first + each]))
         gathered = {f"{n}.{name}": own.tensor for n, its in stage.items() for name, own in its.items()}
-        found |= whole_entries(
-            states[first], gathered, dims.of(dims.sizes() | {"pipeline_model_parallel_size": 1}, each)
-        )
+        one_stage = dims.of(dims.sizes() | {"pipeline_model_parallel_size": 1}, each)
+        found |= whole_entries(states[first], gathered, one_stage)
     return found
 
 

@@ -1,9 +1,6 @@
-"""An interrupted run continues bit for bit: weights, moments, random states, losses. Children die of real SIGKILLs.
-
-One of each kind of moment in every run; every step, and more places of a save, in the full run."""
+"""An interrupted run continues bit for bit: weights, moments, random states, losses. Children die of real SIGKILLs."""
 
 import errno
-import shutil
 import weakref
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +16,7 @@ from te_models.training.checkpoints import start
 from te_models.training.checkpoints.checkpoint import TrainingState, load_state
 from te_models.training.step import StepResult, train_step
 from tests.training.child import run_and_kill_from_outside, run_until_killed
-from tests.training.runs import assert_continues_as, assert_same_bits, tensors_under, tiny_run
+from tests.training.runs import assert_continues_as, assert_same_bits, cut_after, tensors_under, tiny_run
 
 
 @dataclass
@@ -71,9 +68,8 @@ def test_killed_during_a_save(reference: Reference, where: str, count: int) -> N
     config = reference.run_of(f"save {where} {count}")
     run_until_killed(config, where, count)
     output_dir = Path(config.output_dir)
-    assert [
-        load_state(folder).step for folder in training.list_checkpoints(output_dir)
-    ]  # at least one, and all can be read
+    steps = [load_state(folder).step for folder in training.list_checkpoints(output_dir)]
+    assert steps, "there is no checkpoint, of which all can be read"
     assert_continues_as(config, reference.config)
     assert not list((output_dir / "checkpoints").glob(".*"))
 
@@ -125,11 +121,7 @@ def test_a_finished_run_has_nothing_left_to_do(reference: Reference) -> None:
 
 def test_a_continued_run_lets_go_of_what_it_read(reference: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tensors map the file, which would take its place on the disk for the whole run after it was removed."""
-    config = reference.run_of("continued")
-    shutil.copytree(
-        Path(reference.config.output_dir) / "checkpoints" / "step-00000004",
-        Path(config.output_dir) / "checkpoints" / "step-00000004",
-    )
+    config = cut_after(reference.config, "continued", 2)
     read: list[weakref.ref[torch.Tensor]] = []
 
     def load(folder: Path, **options: Any) -> TrainingState:
@@ -149,10 +141,8 @@ def test_a_continued_run_lets_go_of_what_it_read(reference: Reference, monkeypat
 def test_keep_last_keeps_the_newest(reference: Reference) -> None:
     config = reference.run_of("keep", checkpoint=training.CheckpointConfig(every=1, keep_last=2))
     training.train(config)
-    assert [folder.name for folder in training.list_checkpoints(Path(config.output_dir))] == [
-        "step-00000005",
-        "step-00000006",
-    ]
+    names = [folder.name for folder in training.list_checkpoints(Path(config.output_dir))]
+    assert names == ["step-00000005", "step-00000006"]
     assert len(list((Path(config.output_dir) / "checkpoints").iterdir())) == 2
 
 
@@ -177,8 +167,6 @@ def test_what_gets_a_run_going_again_may_change(reference: Reference) -> None:
     """A run that always stops at an infinite gradient, or runs out of memory, had to begin anew; it is the same run."""
     config = reference.run_of("going-again")
     run_until_killed(config, "step", 3)
-    source, optimizer = config.model, config.optimizer
-    config = config.replace(
-        model=source.replace(activation_checkpointing=True), optimizer=optimizer.replace(skip_nonfinite=True)
-    )
+    source = config.model.replace(activation_checkpointing=True)
+    config = config.replace(model=source, optimizer=config.optimizer.replace(skip_nonfinite=True))
     assert_continues_as(config, reference.config)

@@ -66,7 +66,12 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
         save_file(parts, folder / "parts" / f"rank-{number:05d}.safetensors")
     (folder / "parts/index.json").write_text(json.dumps({"tensors": index}))
     shutil.copy(folder / "parts/rank-00000.safetensors", around / "secret.safetensors")
-    config = tiny_run(around)
+    return sealed(folder)
+
+
+def sealed(folder: Path) -> Path:
+    """Give a checkpoint of two ranks its values and its manifest."""
+    config = tiny_run(folder.parent)
     values = {"version": SHARDED_VERSION, "step": 4, "position": 4 * 2 * 2 * 2, "world_size": 2, "data_ranks": 2}
     values |= {"data_digest": "0" * 64, "config": config.to_dict(), "model_config": tiny_model().to_dict()}
     (folder / VALUES).write_text(json.dumps(values))

@@ -1,5 +1,6 @@
 """`compile_mode = "block"`: one graph that all equal layers share, the same numbers as eager."""
 
+import functools
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from te_models import GPTModel
 from te_models.compile import compile_model as compilation
-from te_models.training import PrecisionConfig
+from te_models.training import PrecisionConfig, train
 from te_models.training.step import make_loss_function
 from tests.training.runs import curve, tiny_model, tiny_run
 
@@ -22,11 +23,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor 
 @pytest.mark.parametrize("recipe", ["none", "mxfp8"])
 def test_layers_share_one_graph_and_compute_what_eager_does(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     counter = CompileCounterWithBackend("aot_eager")
-    plain = compilation.compile_model
-    monkeypatch.setattr(
-        "te_models.training.step.compile_model",
-        lambda model, mode, **options: plain(model, mode, **options, backend=counter),
-    )
+    counted = functools.partial(compilation.compile_model, backend=counter)
+    monkeypatch.setattr("te_models.training.step.compile_model", counted)
     torch.manual_seed(0)
     models = [GPTModel(tiny_model(moe=True, layers=4), params_dtype=torch.float32) for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())
@@ -49,9 +47,8 @@ def test_a_process_may_train_many_models(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr("te_models.training.step.backend_for", lambda model: "eager")
     with torch._dynamo.config.patch(recompile_limit=1):
         for length in (8, 9, 10):
-            function = make_loss_function(
-                GPTModel(tiny_model(layers=1)), PrecisionConfig(dtype="fp32"), "cpu", compiled=True
-            )
+            model = GPTModel(tiny_model(layers=1))
+            function = make_loss_function(model, PrecisionConfig(dtype="fp32"), "cpu", compiled=True)
             function(torch.zeros(1, length, dtype=torch.int64))
         assert torch._dynamo.config.recompile_limit == 1
 
@@ -59,8 +56,6 @@ def test_a_process_may_train_many_models(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.slow
 def test_a_run_accepts_the_mode(tmp_path: Path) -> None:
     """Really compiled: the losses are those of the eager run."""
-    from te_models.training import train
-
     eager, layers = tiny_run(tmp_path, "eager", steps=2), tiny_run(tmp_path, "layers", steps=2, compile=True)
     layers = layers.replace(compile_mode="block")
     train(eager)

@@ -13,13 +13,10 @@ RECIPES = ("none", "current", "block", "mxfp8")
 
 
 def compiled_run(tmp_path: Path, recipe: str, moe: bool) -> training.TrainConfig:
-    return tiny_run(
-        tmp_path,
-        "compiled",
-        steps=4,
-        compile=True,
+    precision = training.PrecisionConfig(dtype="bf16", recipe=recipe)
+    run = tiny_run(tmp_path, "compiled", steps=4, compile=True, precision=precision)
+    return run.replace(
         model=training.ModelSource(config=tiny_model(moe=moe, layers=1)),
-        precision=training.PrecisionConfig(dtype="bf16", recipe=recipe),
         schedule=training.ScheduleConfig(kind="cosine", warmup_steps=2),
         optimizer=training.OptimizerConfig(lr=1e-3),
         checkpoint=training.CheckpointConfig(every=2),

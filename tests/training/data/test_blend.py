@@ -47,12 +47,8 @@ def blended(tmp_path: Path, name: str, **changes: object) -> training.TrainConfi
     for folder, text in zip(folders, (TEXT, TEXT.replace("json", "email")), strict=True):
         if not folder.exists():
             training.build_dataset(folder, [text], "bytes")
-    data = training.DataConfig(
-        blend=(f"{folders[0]}=0.7", f"{folders[1]}=0.3"),
-        sequence_length=32,
-        micro_batch_size=2,
-        gradient_accumulation=2,
-    )
+    blend = (f"{folders[0]}=0.7", f"{folders[1]}=0.3")
+    data = training.DataConfig(blend=blend, sequence_length=32, micro_batch_size=2, gradient_accumulation=2)
     sets = (f"mail={folders[1]}", f"code={folders[0]}")
     values: dict[str, Any] = {
         "schedule": training.ScheduleConfig(kind="constant"),
@@ -140,9 +136,8 @@ def test_a_curriculum_resumes_bit_for_bit(tmp_path: Path) -> None:
     assert_same_bits(*(tensors_under(tmp_path / name / "final") for name in ("whole", "parts")))
     other = config.replace(data=data.replace(path=json, blend=(), blend_steps=()), output_dir=str(tmp_path / "other"))
     training.train(other)
-    rows = [
-        [row["loss"] for row in training.read_metrics(tmp_path / name / "metrics.jsonl")] for name in ("whole", "other")
-    ]
+    files = [tmp_path / name / "metrics.jsonl" for name in ("whole", "other")]
+    rows = [[row["loss"] for row in training.read_metrics(file)] for file in files]
     assert rows[0][:2] == rows[1][:2] and rows[0][2:] != rows[1][2:]
 
 

@@ -51,9 +51,8 @@ def test_text_becomes_bytes_with_document_ends(tmp_path: Path) -> None:
     for i, text in enumerate(texts):
         (tmp_path / f"{i}.txt").write_bytes(text.encode())
     dataset = build_dataset(tmp_path / "d", [tmp_path / "*.txt"], "bytes")
-    documents = b"".join(bytes([t]) if t < 256 else b"\xff" for t in dataset.tokens.to(torch.int64).tolist()).split(
-        b"\xff"
-    )
+    tokens = dataset.tokens.to(torch.int64).tolist()
+    documents = b"".join(bytes([t]) if t < 256 else b"\xff" for t in tokens).split(b"\xff")
     assert documents.pop() == b"" and sorted(d.decode() for d in documents) == sorted(texts)
 
 

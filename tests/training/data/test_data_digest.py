@@ -96,11 +96,8 @@ def test_a_file_that_shrinks_while_training_is_told(tmp_path: Path) -> None:
     child.start()
     child.join(120)
     assert child.exitcode == 0
-    assert (
-        (tmp_path / "told")
-        .read_text()
-        .endswith("tokens.bin shrank to 0 bytes while it was read; its tokens need 200000")
-    )
+    told = (tmp_path / "told").read_text()
+    assert told.endswith("tokens.bin shrank to 0 bytes while it was read; its tokens need 200000")
 
 
 def _train_while_it_shrinks(config: dict, told: str) -> None:

@@ -101,9 +101,8 @@ def test_layers_with_windows_and_chunks_read_documents(kind: str) -> None:
     numbers = torch.tensor([[0] * 90 + [1] * 7 + [2] * 150 + [-1] * 13, [0] * 260])
     visible = sees_own_document(numbers)
     real = numbers >= 0
-    found, expected = (
-        model(ids, **how).logits[real] for how in ({"document_ids": numbers}, {"attention_mask": visible})
-    )
+    ways = ({"document_ids": numbers}, {"attention_mask": visible})
+    found, expected = (model(ids, **how).logits[real] for how in ways)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
@@ -115,9 +114,8 @@ def test_padding_counts_for_no_router(tmp_path: Path) -> None:
     for length in (5, 8):
         batch = Windows(dataset, length, "all", 0.0, 0, ALL).examples(0, 1)
         assert batch.documents is not None and batch.position_ids is not None
-        found.append(
-            model(batch.input_ids, position_ids=batch.position_ids, document_ids=batch.documents).load_balancing_loss
-        )
+        places = {"position_ids": batch.position_ids, "document_ids": batch.documents}
+        found.append(model(batch.input_ids, **places).load_balancing_loss)
     torch.testing.assert_close(*found)
 
 

@@ -45,11 +45,8 @@ def test_the_picture_of_a_run_has_three_panels(tmp_path: Path, figures: list[Any
     assert lines["run, validation"] == ([100], [0.25])
     assert next(iter(lines_of(lr).values()))[1] == [row["lr"] for row in rows]
     assert next(iter(lines_of(norm).values())) == ([*range(2, 101)], [2.0] * 99)
-    assert [axes.get_ylabel() for axes in figures[0].axes] == [
-        "loss (nats per token)",
-        "learning rate",
-        "gradient norm",
-    ]
+    labels = [axes.get_ylabel() for axes in figures[0].axes]
+    assert labels == ["loss (nats per token)", "learning rate", "gradient norm"]
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []  # nothing half-written
 
 

@@ -93,10 +93,8 @@ def test_tensorboard_shows_each_step_once(tmp_path: Path) -> None:
     folder = Path(config.output_dir) / "tensorboard"
     assert len([*folder.iterdir()]) == 2
     events = EventAccumulator(str(folder), size_guidance={"scalars": 0, "histograms": 0}).Reload()
-    assert [(event.step, event.value) for event in events.Scalars("loss")] == [(n, 8.0 / n) for n in (1, 2)] + [
-        (3, pytest.approx(8 / 3)),
-        (4, 2.0),
-    ]
+    losses = [(event.step, event.value) for event in events.Scalars("loss")]
+    assert losses == [(1, 8.0), (2, 4.0), (3, pytest.approx(8 / 3)), (4, 2.0)]
     load = events.Histograms("expert_tokens/1")
     assert [event.step for event in load] == [1, 2, 3, 4]
     assert (load[0].histogram_value.bucket_limit, load[0].histogram_value.bucket) == ([0.5, 1.5], [0.0, 4.0])

@@ -100,10 +100,8 @@ def test_muon_takes_joined_projections_one_by_one(split: str, tmp_path: Path) ->
     model = build_model(run, "cpu", None)
     a, f = model.config.attention, model.config.moe.moe_ffn_hidden_size
     keys = a.num_query_groups * a.key_channels
-    joined = {
-        "self_attention.linear_qkv.weight": (a.num_attention_heads * a.key_channels, keys, keys),
-        "mlp.experts.linear_fc1.weight": (f, f),
-    }
+    joined = {"mlp.experts.linear_fc1.weight": (f, f)}
+    joined["self_attention.linear_qkv.weight"] = (a.num_attention_heads * a.key_channels, keys, keys)
     optimizer = build_optimizer(run, model)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     for p in model.parameters():

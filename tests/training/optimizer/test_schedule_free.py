@@ -21,10 +21,8 @@ WARM = training.ScheduleConfig(kind="constant", warmup_steps=2)
 
 def free_run(tmp_path: Path, name: str = "whole", **changes: Any) -> Any:
     values = {"model": training.ModelSource(config=runs.tiny_model(layers=1)), "steps": 6, "schedule": WARM}
-    values |= {
-        "optimizer": training.OptimizerConfig(lr=3e-3, **KIND),
-        "evaluation": training.EvaluationConfig(every=1, batches=1),
-    }
+    values |= {"optimizer": training.OptimizerConfig(lr=3e-3, **KIND)}
+    values |= {"evaluation": training.EvaluationConfig(every=1, batches=1)}
     return runs.tiny_run(tmp_path, name, **(values | changes))
 
 

@@ -110,9 +110,8 @@ def test_a_teacher_with_quantized_weights(tmp_path: Path) -> None:
     """Its weights stay as the folder has them; the run is that of the values that they have."""
     distilling(tmp_path)
     quantize(tmp_path / "teacher", tmp_path / "mxfp8", recipe="mxfp8")
-    GPTModel.from_pretrained(tmp_path / "mxfp8", dtype=torch.float32, dequantize=True).save_pretrained(
-        tmp_path / "values"
-    )
+    values = GPTModel.from_pretrained(tmp_path / "mxfp8", dtype=torch.float32, dequantize=True)
+    values.save_pretrained(tmp_path / "values")
     losses = []
     for name in ("mxfp8", "values", "teacher"):
         config = distilling(tmp_path, f"run-{name}", {"teacher": str(tmp_path / name)}, steps=2)
@@ -141,9 +140,7 @@ def test_what_a_teacher_cannot_be(tmp_path: Path) -> None:
     data = training.DataConfig(path=str(tmp_path / "data"), sequence_length=32)
     student = config.replace(model=training.ModelSource(path=str(tmp_path / "student")), data=data)
     refused(student, "whose tokenizer has 'a' as 0, and .*student as 1; allowed: a teacher of the same tokenizer")
-    with pytest.raises(
-        ConfigError, match=r"posttraining\.teacher is None; allowed: a folder with posttraining\.method"
-    ):
+    with pytest.raises(ConfigError, match=r"posttraining\.teacher is None; allowed: a folder with posttraining"):
         training.PosttrainingConfig(method="distill")
     with pytest.raises(ConfigError, match=r"tensor_model_parallel_size is 2; allowed: 1 with .*'distill': every rank"):
         config.replace(parallel=config.parallel.replace(tensor_model_parallel_size=2))

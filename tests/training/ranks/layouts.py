@@ -80,6 +80,7 @@ SCHEDULES = {
     for schedule in ("GPipe", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 }
 """Layouts of two pipeline stages under other schedules than 1F1B; most of them have two stages a rank."""
+ZERO = ("zero", "pp2 ZBVZeroBubble zero", "pp2 ep2 ZBVZeroBubble zero", "pp2 cp2 DualPipeV zero", "zero4")
 OPTIONS = {
     name: parallel(name) | options
     for name, options in {
@@ -87,11 +88,7 @@ OPTIONS = {
         "pp2 split": {"pipeline_split": (3, 1)},
         "pp2 ZBVZeroBubble balanced": {"pipeline_balance": True},
         "ep2 beside": {"moe_shared_expert_overlap": True},
-        "zero": {"use_distributed_optimizer": True},
-        "pp2 ZBVZeroBubble zero": {"use_distributed_optimizer": True},
-        "pp2 ep2 ZBVZeroBubble zero": {"use_distributed_optimizer": True},
-        "pp2 cp2 DualPipeV zero": {"use_distributed_optimizer": True},
-        "zero4": {"use_distributed_optimizer": True},
+        **{name: {"use_distributed_optimizer": True} for name in ZERO},
         "ep2 quantized": {"expert_dispatch": "all_to_all_quantized"},
     }.items()
 }
@@ -156,20 +153,10 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 """What else a case's `precision` can be: another optimizer, in float32, with averages, frozen parameters and a z-loss;
 adapters in place of the weights."""
 OPTIMIZERS["dora over stored mxfp8"] = OPTIMIZERS["lora over stored mxfp8"] | {"lora.use_dora": True}
-SPREAD = {
-    "muon": (1e-5, 1e-4),
-    "fp32": (1e-5, 1e-5),
-    "documents": (1e-5, 1e-5),
-    "packed": (1e-5, 1e-5),
-    "lora": (1e-5, 1e-4),
-    "dora": (1e-5, 1e-4),
-    "delayed": (3e-3, 3e-2),
-    "cached delayed": (3e-3, 3e-2),
-    "growing": (1e-5, 1e-5),
-    "frozen": (1e-5, 1e-5),
-    "bf16 moments": (2e-4, 2e-3),
-    "fp8 moments": (2e-4, 2e-3),
-}
+SPREAD = dict.fromkeys(("fp32", "documents", "packed", "growing", "frozen"), (1e-5, 1e-5))
+SPREAD |= dict.fromkeys(("muon", "lora", "dora"), (1e-5, 1e-4))
+SPREAD |= dict.fromkeys(("delayed", "cached delayed"), (3e-3, 3e-2))
+SPREAD |= dict.fromkeys(("bf16 moments", "fp8 moments"), (2e-4, 2e-3))
 """Relative distances of losses and of gradient norms; (1e-3, 5e-3) where it is not said. A sum of float32 numbers in
 another order differs by 1e-7, of which Muon's steps in bfloat16 make more, one of bf16 numbers or their FP8 by what a
 step of rounding moves; the scales of delayed scaling follow the largest amax of all ranks, once a step, where one rank

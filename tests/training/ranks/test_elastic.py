@@ -41,9 +41,8 @@ def test_a_straggler_is_named_once() -> None:
         columns = slow.step([1.0, 1.1, 2.0, 0.9])
         told.append(slow.news)
     assert columns == {"compute_s_min": 0.9, "compute_s_max": 2.0, "slowest_rank": 2}
-    assert [news for news in told if news] == [
-        f"rank 2 computes 2.0 times as long as the median rank, for {STEPS} steps in a row"
-    ]
+    sentence = f"rank 2 computes 2.0 times as long as the median rank, for {STEPS} steps in a row"
+    assert [news for news in told if news] == [sentence]
     assert told[STEPS - 1]
 
 

@@ -37,11 +37,8 @@ DISTRIBUTED = training.ParallelConfig(expert_model_parallel_size=2)
 def run_of(tmp_path: Path, name: str, accumulation: int, **changes: Any) -> training.TrainConfig:
     """A run of four micro-batches a step in all, whose gradients are clipped."""
     optimizer = training.OptimizerConfig(lr=3e-3, clip_grad_norm=0.1)
-    values = {
-        "steps": 3,
-        "optimizer": optimizer,
-        "checkpoint": training.CheckpointConfig(every=2, keep_last=0),
-    } | changes
+    values = {"steps": 3, "optimizer": optimizer} | changes
+    values = {"checkpoint": training.CheckpointConfig(every=2, keep_last=0)} | values
     config = tiny_run(tmp_path, name, moe=True, evaluation=training.EvaluationConfig(every=2, batches=1), **values)
     return config.replace(data=config.data.replace(gradient_accumulation=accumulation))
 

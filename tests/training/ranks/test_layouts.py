@@ -152,13 +152,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReques
 
 @pytest.mark.costs(90)
 @pytest.mark.sentinels(
-    "dense_fp32_fsdp2",
-    "moe_fp32_ep2_fsdp2",
-    "moe_muon_tp2",
-    "moe_packed_cp2",
-    "tied_fp32_pp2",
-    "dense_fp32_fsdp2_after_fsdp2",
-    "moe_lora_over_stored_mxfp8_fsdp2",
+    *("dense_fp32_fsdp2", "moe_fp32_ep2_fsdp2", "moe_muon_tp2", "moe_packed_cp2", "tied_fp32_pp2"),
+    *("dense_fp32_fsdp2_after_fsdp2", "moe_lora_over_stored_mxfp8_fsdp2"),
 )
 @pytest.mark.parametrize("case", each([*TRAINED, *CONTINUED, *FOUR]))
 def test_a_layout_trains_as_one_rank(case: Case, runs: Runs) -> None:
@@ -394,11 +389,8 @@ SLOW += [
     for layout in ("pp2", "pp2 fsdp2", *SCHEDULES)
     if kind != "mla_moe" or layout in ("pp2", "pp2 GPipe")  # three layers
 ]
-SLOW += [
-    case
-    for layout in LAYOUTS
-    if layout != "one" and of_two_layers(layout) and possible(case := Case("moe", "muon", layout))
-]
+of_two = [layout for layout in LAYOUTS if layout != "one" and of_two_layers(layout)]
+SLOW += [case for layout in of_two if possible(case := Case("moe", "muon", layout))]
 SLOW += [Case("wide", "stored mxfp8", layout) for layout in ("tp2", "tp2 dp2", "tp2 fsdp2", "fsdp4", "pp2")]
 FROM = ("one", "dp2", "fsdp2", "tp2", "pp2", "ep2 fsdp2", "cp2", "etp2")
 

@@ -34,11 +34,8 @@ def _model() -> ModelConfig:
 
 def digests(folder: Path) -> dict[str, str]:
     """Return the SHA-256 of each file of a folder."""
-    return {
-        str(file.relative_to(folder)): hashlib.sha256(file.read_bytes()).hexdigest()
-        for file in sorted(folder.rglob("*"))
-        if file.is_file()
-    }
+    files = (file for file in sorted(folder.rglob("*")) if file.is_file())
+    return {str(file.relative_to(folder)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
 
 
 @pytest.mark.sentinels("fsdp2")

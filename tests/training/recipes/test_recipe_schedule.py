@@ -38,12 +38,8 @@ WARM_UP = PrecisionConfig(  # bf16, then two recipes with state, the last steps 
 
 
 def scheduled(tmp_path: Path, name: str = "whole", **changes: Any) -> Any:
-    values = {
-        "steps": 6,
-        "precision": WARM_UP,
-        "model": ONE_LAYER,
-        "checkpoint": CheckpointConfig(every=1, keep_last=0),
-    }
+    values = {"steps": 6, "precision": WARM_UP, "model": ONE_LAYER}
+    values["checkpoint"] = CheckpointConfig(every=1, keep_last=0)
     return tiny_run(tmp_path, name, **(values | changes))
 
 

@@ -44,12 +44,8 @@ def test_losses_depend_on_the_rounding_seed_and_on_nothing_else(tmp_path: Path) 
 
 
 def test_statistics_reach_the_metrics(tmp_path: Path) -> None:
-    config = tiny_run(
-        tmp_path,
-        steps=3,
-        precision=PrecisionConfig(dtype="fp32", recipe="mxfp8", overrides=("*.linear_proj=bf16",)),
-        log=LogConfig(progress=False, statistics_every=2),
-    )
+    precision = PrecisionConfig(dtype="fp32", recipe="mxfp8", overrides=("*.linear_proj=bf16",))
+    config = tiny_run(tmp_path, steps=3, precision=precision, log=LogConfig(progress=False, statistics_every=2))
     train(config)
     rows = rows_of(config)
     assert ["quantization" in row for row in rows] == [False, True, True]
@@ -63,16 +59,11 @@ def test_statistics_reach_the_metrics(tmp_path: Path) -> None:
 
 def test_statistics_are_of_the_training_data(tmp_path: Path) -> None:
     """A validation pass between the step and the reading changes none of them."""
-    found = []
+    found, precision = [], PrecisionConfig(dtype="fp32", recipe="mxfp8", cache_weights=True)
+    log = LogConfig(progress=False, statistics_every=1)
     for every in (0, 1):
-        config = tiny_run(
-            tmp_path,
-            f"run{every}",
-            steps=2,
-            precision=PrecisionConfig(dtype="fp32", recipe="mxfp8", cache_weights=True),
-            evaluation=EvaluationConfig(every=every, batches=1),
-            log=LogConfig(progress=False, statistics_every=1),
-        )
+        evaluation = EvaluationConfig(every=every, batches=1)
+        config = tiny_run(tmp_path, f"run{every}", steps=2, precision=precision, evaluation=evaluation, log=log)
         train(config)
         row = rows_of(config)[0]
         assert ("validation_loss" in row) == bool(every)
@@ -99,8 +90,7 @@ def test_only_the_steps_that_are_due_pay_for_statistics(tmp_path: Path, monkeypa
         train(run)
         curves.append(curve(run))
     assert curves[0] == curves[1]
-    gemms, roles = 4, 3
-    assert len(recorded) == 2 * gemms * roles
+    assert len(recorded) == 2 * 4 * 3, "of four GEMMs, three roles"
 
 
 @pytest.mark.slow
@@ -132,9 +122,8 @@ def test_the_configuration_becomes_a_recipe() -> None:
     for text, value in (("True", True), ("False", False), ("true", True), ("false", False)):
         options = PrecisionConfig(recipe="mxfp8", recipe_options=(f"enable_2d_quantization={text}",))
         assert build_recipe(options, 4) == MXFP8BlockScaling(enable_2d_quantization=value)
-    chosen = build_recipe(
-        PrecisionConfig(recipe="mxfp8", overrides=("*.experts.*=block",), first_layers_bf16=1, last_layers_bf16=1), 4
-    )
+    ends = {"first_layers_bf16": 1, "last_layers_bf16": 1}
+    chosen = build_recipe(PrecisionConfig(recipe="mxfp8", overrides=("*.experts.*=block",), **ends), 4)
     assert isinstance(chosen, PerModuleRecipe)
     assert chosen.for_module("decoder.layers.1.mlp.experts.linear_fc1") == Float8BlockScaling()
     assert chosen.for_module("decoder.layers.1.mlp.linear_fc1") == MXFP8BlockScaling()
@@ -147,15 +136,9 @@ def test_the_configuration_becomes_a_recipe() -> None:
         ({"overrides": ("*=bf16",)}, "precision.overrides is .* allowed: empty without a recipe"),
         ({"cache_weights": True}, "precision.cache_weights is True; allowed: false without a recipe"),
         ({"recipe": "mxfp8", "overrides": ("*.fc1",)}, "allowed: pattern=recipe"),
-        (
-            {"recipe": "mxfp8", "overrides": ("*.fc1=int8",)},
-            r"allowed after the last '=': 'bf16' or the name of a recipe",
-        ),
+        ({"recipe": "mxfp8", "overrides": ("*.fc1=int8",)}, "allowed after the last '=': 'bf16' or the name of a rec"),
         ({"recipe": "mxfp8", "recipe_options": ("speed=1",)}, "precision.recipe_options: .* has no field 'speed'"),
-        (
-            {"recipe": "nvfp4", "recipe_options": ("disable_rht=no",)},
-            "precision.recipe_options: disable_rht is 'no'; allowed: True or False",
-        ),
+        ({"recipe": "nvfp4", "recipe_options": ("disable_rht=no",)}, "disable_rht is 'no'; allowed: True or False"),
         ({"recipe": "mxfp8", "first_layers_bf16": 3, "last_layers_bf16": 2}, "is 5; allowed: at most the 4 layers"),
     ],
 )

@@ -92,18 +92,8 @@ def launches() -> Iterator[tuple[Any, ...]]:
         yield f"{kind} backward", norm_backward.norm_bwd, x, x, weight, mean, mean, *flags, torch.float32, None
         for name, output in OUTPUTS.items():
             given = scale if output.block == 0 else None
-            yield (
-                f"{kind}, {name}",
-                norm_quantized.norm_quantized,
-                x,
-                weight,
-                bias,
-                1e-5,
-                *flags,
-                torch.bfloat16,
-                given,
-                output,
-            )
+            options = (1e-5, *flags, torch.bfloat16, given, output)
+            yield f"{kind}, {name}", norm_quantized.norm_quantized, x, weight, bias, *options
     slots = torch.zeros(tokens, 8, dtype=torch.int64)
     options = ("silu", True, None, 1.0, 0.0)
     yield "swiglu", activation.activation_fwd, x, probabilities, *options
@@ -123,20 +113,8 @@ def launches() -> Iterator[tuple[Any, ...]]:
     yield "partial rope", rope.rope, heads, angles[..., :16], angles[..., :16], False, True
     logits = torch.zeros(tokens, 256)
     for limited in ((None, None), (8, 4)):
-        yield (
-            f"router, {limited}",
-            router.router_topk_fwd,
-            logits,
-            logits[0],
-            8,
-            True,
-            False,
-            True,
-            0.0,
-            2.5,
-            *limited,
-            True,
-        )
+        options = (8, True, False, True, 0.0, 2.5, *limited, True)
+        yield f"router, {limited}", router.router_topk_fwd, logits, logits[0], *options
     yield "router backward", router.router_topk_bwd, mean, logits, slots, False, False, True, 0.0, 1.0
     words = torch.zeros(tokens, 128_256, dtype=torch.bfloat16)
     yield "cross entropy", cross_entropy.cross_entropy_fwd, words, labels

@@ -13,11 +13,7 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 SHAPES = [(1, 1), (33, 130), (2, 31, 20), (140, 1), (0, 128), (3, 0)]
 LENGTHS = [1, 15, 16, 17, 31, 32, 33, 127, 128, 129, 1000]
 BLOCKS = [
-    ((1, 128), "pow2"),
-    ((1, 128), "float32"),
-    ((128, 128), "pow2"),
-    ((128, 128), "float32"),
-    ((1, 32), "e8m0"),
+    *(((1, 128), "pow2"), ((1, 128), "float32"), ((128, 128), "pow2"), ((128, 128), "float32"), ((1, 32), "e8m0")),
     ((32, 32), "e8m0"),
 ]
 # rows per group, all rows: empty groups, rows past the last group, no rows at all

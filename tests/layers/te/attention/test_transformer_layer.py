@@ -208,10 +208,7 @@ def test_dropouts_are_for_training() -> None:
             "parallel_attention_mlp is for layer_type 'encoder'",
         ),
         ({"attn_input_format": "thd", "layer_type": "decoder"}, "attn_input_format 'thd' is for layer_type 'encoder'"),
-        (
-            {"ub_tp_comm_overlap": True, "tp_size": 2},
-            "ub_tp_comm_overlap is True, which this library does not have; allowed: False",
-        ),
+        ({"ub_tp_comm_overlap": True, "tp_size": 2}, "ub_tp_comm_overlap is True, which this library does not have"),
         ({"qk_norm_type": "L1"}, "qk_norm_type is 'L1'; allowed: None, 'RMSNorm', 'LayerNorm', 'L2Normalization'"),
         ({"kv_channels": None, "num_gqa_groups": 3}, "num_gqa_groups is 3; allowed: a divisor of 4 heads"),
     ],

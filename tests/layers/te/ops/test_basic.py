@@ -75,9 +75,8 @@ def test_operation_equals_its_formula(name: str) -> None:
         if (name == "reshape" and shape[0] == 0) or (name.startswith("blocks") and shape[-1] != 24):
             continue
         x = torch.randn(*shape)
-        torch.testing.assert_close(
-            step(operation, None, [x]), step(operation, None, [x], run=formula), rtol=1e-6, atol=1e-6
-        )
+        expected = step(operation, None, [x], run=formula)
+        torch.testing.assert_close(step(operation, None, [x]), expected, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("zero_centered", [False, True])

@@ -9,16 +9,14 @@ from tests.layers.te.ops.steps import NAMES, assert_equal, step
 
 
 def mlp(recompute: bool = False) -> ops.Sequential:
-    return ops.Sequential(
-        ops.MakeExtraOutput(),
-        ops.RMSNorm(96),
-        ops.Linear(96, 128),
-        ops.SwiGLU(),
-        ops.Linear(64, 96),
-        ops.ConstantScale(0.5),
-        ops.AddExtraInput(),
-        recompute=recompute,
-    )
+    first = ops.MakeExtraOutput(), ops.RMSNorm(96), ops.Linear(96, 128), ops.SwiGLU()
+    return ops.Sequential(*first, ops.Linear(64, 96), ops.ConstantScale(0.5), ops.AddExtraInput(), recompute=recompute)
+
+
+def in_place() -> ops.Sequential:
+    first = ops.Linear(96, 96), ops.AddExtraInput(in_place=True), ops.SwiGLU(glu_interleave_size=8)
+    last = ops.Linear(48, 64), ops.Reshape(-1, 2, 32), ops.LayerNorm((2, 32))
+    return ops.Sequential(*first, ops.Quantize(backward=True), *last)
 
 
 KINDS = {
@@ -26,18 +24,7 @@ KINDS = {
     "recompute": (lambda: mlp(recompute=True), 1),
     "linear_gelu": (lambda: ops.Sequential(ops.LayerNorm(96), ops.Linear(96, 64), ops.GELU(), ops.L2Norm()), 0),
     "quantize": (lambda: ops.Sequential(ops.Quantize(), ops.BasicLinear(96, 64), ops.Bias(64), ops.Reshape(-1, 32)), 0),
-    "in_place": (
-        lambda: ops.Sequential(
-            ops.Linear(96, 96),
-            ops.AddExtraInput(in_place=True),
-            ops.SwiGLU(glu_interleave_size=8),
-            ops.Quantize(backward=True),
-            ops.Linear(48, 64),
-            ops.Reshape(-1, 2, 32),
-            ops.LayerNorm((2, 32)),
-        ),
-        1,
-    ),
+    "in_place": (in_place, 1),
     "add": (lambda: ops.Sequential(ops.Linear(96, 96), ops.AddExtraInput(), ops.ClampedSwiGLU()), 1),
 }
 FAST = {("mlp", "delayed"), ("add", "mxfp8")}

@@ -142,10 +142,8 @@ def test_torch_autocast_rounds_before_quantization(handovers: list) -> None:
 
 @pytest.mark.parametrize("name", NAMES[1:])
 def test_quantized_inputs_and_outputs(name: str) -> None:
-    front, back = (
-        te.ops.Sequential(te.ops.SiLU(), te.ops.Quantize()),
-        te.ops.Sequential(te.ops.Identity(), te.ops.Linear(96, 48)),
-    )
+    front = te.ops.Sequential(te.ops.SiLU(), te.ops.Quantize())
+    back = te.ops.Sequential(te.ops.Identity(), te.ops.Linear(96, 48))
     whole = te.ops.Sequential(te.ops.SiLU(), te.ops.Linear(96, 48))
     whole[1].load_state_dict(back[1].state_dict())
     x = torch.randn(40, 96)

@@ -12,10 +12,8 @@ def pair(kind: str, **options) -> tuple[torch.nn.Module, torch.nn.Module, tuple]
     if kind == "linear":
         module, operation, rest = te.Linear(64, 32, bias=False, **options), te.ops.BasicLinear(64, 32, **options), ()
     else:
-        module, operation = (
-            te.GroupedLinear(2, 64, 32, bias=False, **options),
-            te.ops.GroupedLinear(2, 64, 32, bias=False, **options),
-        )
+        kinds = (te.GroupedLinear, te.ops.GroupedLinear)
+        module, operation = (kind(2, 64, 32, bias=False, **options) for kind in kinds)
         rest = (torch.tensor([3, 5]),)
     operation.load_state_dict(module.state_dict())
     return module, operation, rest
