@@ -13,6 +13,7 @@ from te_models.training import loop, preflight
 from te_models.training.log import writers
 from te_models.training.metrics import MetricsFile
 from te_models.training.progress import Progress, clock_time, fitting_words, row_numbers
+from tests.compare import refused
 from tests.training.runs import tiny_run
 
 
@@ -46,8 +47,7 @@ def test_a_step_that_raises_leaves_closed_files(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(writers, "MetricsFile", Noted)
     monkeypatch.setattr(loop, "train_step", fail)
-    with pytest.raises(training.TrainingError, match="loss is nan"):
-        training.train(tiny_run(tmp_path))
+    refused(lambda: training.train(tiny_run(tmp_path)), "loss is nan", error=training.TrainingError)
     assert [file._file.closed for file in opened] == [True]
 
 
@@ -66,8 +66,7 @@ def test_a_validation_loss_that_is_not_finite_stops_the_run(tmp_path: Path, monk
     """Before the checkpoint of that step, and not as a complaint of JSON."""
     monkeypatch.setattr(loop, "evaluate_model", lambda *_: float("nan"))
     config = tiny_run(tmp_path, evaluation=training.EvaluationConfig(every=4, batches=1))
-    with pytest.raises(training.TrainingError, match="step 4: the validation loss is nan"):
-        training.train(config)
+    refused(lambda: training.train(config), "step 4: the validation loss is nan", error=training.TrainingError)
     assert [folder.name for folder in training.list_checkpoints(Path(config.output_dir))] == ["step-00000002"]
 
 
@@ -115,8 +114,7 @@ def test_a_damaged_file_is_named(tmp_path: Path, line: bytes) -> None:
 
 def test_a_pipe_is_no_metrics_file(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "metrics.jsonl")  # reading it would wait for ever
-    with pytest.raises(training.MetricsError, match="is not a file"):
-        training.read_metrics(tmp_path / "metrics.jsonl")
+    refused(lambda: training.read_metrics(tmp_path / "metrics.jsonl"), "is not a file", error=training.MetricsError)
 
 
 @pytest.mark.parametrize("umask", [0o022, 0o027])

@@ -106,13 +106,10 @@ def test_predicates_of_values_and_classes() -> None:
     assert recipe("mxfp8").mxfp8() and not recipe("mxfp8").nvfp4() and not Recipe.mxfp8()
 
 
-def test_formats_know_their_largest_magnitudes() -> None:
+def test_what_formats_and_recipes_say_in_transformer_engines_words() -> None:
     assert (Format.E4M3.value.max_fwd, Format.E4M3.value.max_bwd) == (448, 448)
     assert (Format.HYBRID.value.max_fwd, Format.HYBRID.value.max_bwd) == (448, 57344)
     assert Format.E5M2.value.max_fwd == torch.finfo(torch.float8_e5m2).max and Format.E2M1.value.max_bwd == 6
-
-
-def test_what_a_recipe_says_in_transformer_engines_words() -> None:
     assert Float8CurrentScaling(use_power_2_scales=True).fp8_quant_fwd_weight == QParams(power_2_scale=True)
     assert Float8BlockScaling(amax_epsilon=0.5).fp8_quant_bwd_grad == QParams(power_2_scale=True, amax_epsilon=0.5)
     assert not Float8CurrentScaling().fp8_gemm_fprop.use_split_accumulator and not DelayedScaling().fp8_dpa

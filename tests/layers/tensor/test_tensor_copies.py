@@ -34,23 +34,18 @@ def pointers(x: te.QuantizedTensor) -> list[int]:
 # --- copy_ and quantize_ ----------------------------------------------------------------------------------------------
 
 
-def test_plain_takes_quantized(quantized: te.QuantizedTensor) -> None:
+def test_plain_and_quantized_take_each_other(quantized: te.QuantizedTensor) -> None:
     plain = torch.empty(quantized.shape, dtype=torch.bfloat16)
     plain.copy_(quantized)
     assert type(plain) is torch.Tensor and torch.equal(plain, quantized.dequantize().bfloat16())
-
-
-def test_quantized_takes_plain(quantized: te.QuantizedTensor) -> None:
     x, before = torch.randn(quantized.shape, dtype=torch.bfloat16), pointers(quantized)
     assert quantized.copy_(x) is quantized
     assert same_bits(quantized, quantized.quantizer.quantize_fields(x.float()))
     assert pointers(quantized) == before
-
-
-def test_quantized_takes_its_like_bit_for_bit(quantized: te.QuantizedTensor) -> None:
-    source = quantized.clone().mul_(3.0)
+    source = quantized.clone().mul_(3.0)  # its like, bit for bit
     quantized.copy_(source)
     assert same_bits(quantized, source)
+    refused(lambda: quantized.copy_(torch.ones(7)), "cannot quantize shape")
 
 
 @pytest.mark.parametrize("name", ["float8_block_1d", "mxfp8", "nvfp4_1d"])
@@ -105,10 +100,6 @@ def test_a_backward_pass_after_its_weight_was_written_to_is_an_error(quantized: 
     refused(lambda: y.sum().backward(), "modified by an inplace operation", error=RuntimeError)
 
 
-def test_writing_a_wrong_shape_is_refused(quantized: te.QuantizedTensor) -> None:
-    refused(lambda: quantized.copy_(torch.ones(7)), "cannot quantize shape")
-
-
 # --- copies and moves -------------------------------------------------------------------------------------------------
 
 
@@ -121,6 +112,7 @@ def test_clone_detach_and_deepcopy(quantized: te.QuantizedTensor) -> None:
     assert copied[0] is copied[1] and copied[0].requires_grad
     copied[0].data.zero_()
     assert quantized.dequantize().any()
+    assert repr(quantized).startswith(f"{type(quantized).__name__}(shape=")
 
 
 def test_assigned_data_is_quantized(quantized: te.QuantizedTensor) -> None:
@@ -222,14 +214,11 @@ def test_pinned_memory_is_of_every_field(quantized: te.QuantizedTensor, monkeypa
     assert torch.ops.aten.is_pinned.default(new) and not torch.ops.aten.is_pinned.default(quantized)
 
 
-def test_repr_names_the_class(quantized: te.QuantizedTensor) -> None:
-    assert repr(quantized).startswith(f"{type(quantized).__name__}(shape=")
-
-
 # --- files ------------------------------------------------------------------------------------------------------------
 
 
-def test_torch_save_is_read_with_weights_only(quantized: te.QuantizedTensor) -> None:
+def test_pickle_keeps_bits_and_torch_save_is_read_with_weights_only(quantized: te.QuantizedTensor) -> None:
+    assert same_bits(pickle.loads(pickle.dumps(quantized)), quantized)
     file = io.BytesIO()
     torch.save({"w": quantized, "p": nn.Parameter(in_dtype(quantized, torch.bfloat16)), "plain": torch.ones(2)}, file)
     file.seek(0)
@@ -238,10 +227,6 @@ def test_torch_save_is_read_with_weights_only(quantized: te.QuantizedTensor) -> 
     assert not loaded["w"].requires_grad and not isinstance(loaded["w"], nn.Parameter)
     assert isinstance(loaded["p"], nn.Parameter) and loaded["p"].requires_grad
     assert loaded["p"].dtype is torch.bfloat16 and same_bits(loaded["p"], quantized)
-
-
-def test_pickle_round_trip(quantized: te.QuantizedTensor) -> None:
-    assert same_bits(pickle.loads(pickle.dumps(quantized)), quantized)
 
 
 def test_a_parameter_is_pickled_with_what_users_have_set(quantized: te.QuantizedTensor) -> None:

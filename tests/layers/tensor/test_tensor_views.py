@@ -146,8 +146,7 @@ def test_a_slice_that_shares_its_scale_is_read_only(name: str) -> None:
     before = base.clone()
     part = base[:32]
     for write in (lambda: part.mul_(2.0), lambda: part.copy_(torch.ones(32, 64)), lambda: part.view(-1).zero_()):
-        with pytest.raises(ValueError, match="shares the one scale"):
-            write()
+        refused(write, "shares the one scale")
     assert same_bits(base, before)
     part.clone().mul_(2.0)
     part.to(torch.bfloat16).zero_()
@@ -162,8 +161,7 @@ def test_views_of_a_slice_that_shares_its_scale_are_read_only(name: str) -> None
     part = base[:, :32]
     views = [part[0], part.unbind(0)[1], part.member(2), part[1:], part.detach(), part[0].view(-1)]
     for view in [*views, *([] if name == "nvfp4" else [part.mT, part[0].mT])]:
-        with pytest.raises(ValueError, match="shares the one scale"):
-            view.mul_(2.0)
+        refused(lambda view=view: view.mul_(2.0), "shares the one scale")
     assert same_bits(base, before)
     part[0].clone().mul_(2.0)
     base[0].mul_(2.0)
@@ -173,8 +171,7 @@ def test_views_of_a_slice_that_shares_its_scale_are_read_only(name: str) -> None
 def test_views_without_a_meaning_are_refused(name: str) -> None:
     base = make(name, 32, 64)
     for view in (lambda: base[3], lambda: base.unsqueeze(0), lambda: base.diagonal(), lambda: base.expand(2, 32, 64)):
-        with pytest.raises(ValueError, match="call dequantize"):
-            view()
+        refused(view, "call dequantize")
     assert torch.equal(base.expand(32, 64).dequantize(), base.dequantize())
 
 

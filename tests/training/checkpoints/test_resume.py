@@ -38,15 +38,12 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
     return Reference(folder, config)
 
 
-@pytest.mark.slow
-def test_two_runs_are_equal(reference: Reference) -> None:
-    assert_continues_as(reference.run_of("again"), reference.config)
-
-
-@pytest.mark.parametrize("step", [pytest.param(n, marks=() if n == 3 else pytest.mark.slow) for n in range(6)])
-def test_killed_before_any_step(reference: Reference, step: int) -> None:
-    config = reference.run_of(f"step{step}")
-    run_until_killed(config, "step", step)
+@pytest.mark.sentinels("steps4")
+@pytest.mark.parametrize("steps", [(), *((n,) for n in range(6)), (3, 2)])
+def test_killed_never_or_before_any_step_or_twice(reference: Reference, steps: tuple[int, ...]) -> None:
+    config = reference.run_of(f"steps {steps}")
+    for step in steps:
+        run_until_killed(config, "step", step)
     assert_continues_as(config, reference.config)
 
 
@@ -72,14 +69,6 @@ def test_killed_during_a_save(reference: Reference, where: str, count: int) -> N
     assert steps, "there is no checkpoint, of which all can be read"
     assert_continues_as(config, reference.config)
     assert not list((output_dir / "checkpoints").glob(".*"))
-
-
-@pytest.mark.slow
-def test_killed_twice(reference: Reference) -> None:
-    config = reference.run_of("twice")
-    run_until_killed(config, "step", 3)
-    run_until_killed(config, "step", 2)
-    assert_continues_as(config, reference.config)
 
 
 @pytest.mark.slow

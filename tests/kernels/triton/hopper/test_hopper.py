@@ -117,8 +117,10 @@ def compiled() -> Summaries:
 
 
 @pytest.mark.slow
-def test_shared_memory_fits(compiled: Summaries) -> None:
+def test_every_program_fits(compiled: Summaries) -> None:
+    """Its shared memory, and its sums in registers."""
     assert max(found["shared"] for found in compiled.values()) <= SHARED_MEMORY
+    assert {name: found["stack"] for name, found in compiled.items() if found["stack"]} == {}
 
 
 @pytest.mark.usefixtures("device")
@@ -134,11 +136,6 @@ def test_values_in_flight_fit_a_smaller_gpu(narrow: bool, monkeypatch: pytest.Mo
             assert (stages - 1) * (m + n) * k * right.data.element_size() <= memory
             wide += [memory] * (n > 128)
     assert wide == ([] if narrow else [SHARED_MEMORY] * 2)
-
-
-@pytest.mark.slow
-def test_sums_stay_in_registers(compiled: Summaries) -> None:
-    assert {name: found["stack"] for name, found in compiled.items() if found["stack"]} == {}
 
 
 @pytest.mark.slow
