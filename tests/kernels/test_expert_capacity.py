@@ -24,9 +24,7 @@ def choices(tokens: int, topk: int, experts: int) -> tuple[torch.Tensor, torch.T
 
 @pytest.mark.parametrize("policy", ["probs", "position"])
 @pytest.mark.parametrize(("tokens", "topk", "experts", "capacity"), SHAPES)
-def test_an_expert_keeps_the_largest_or_the_first(
-    tokens: int, topk: int, experts: int, capacity: int, policy: str
-) -> None:
+def test_experts_keep_the_largest_or_first(tokens: int, topk: int, experts: int, capacity: int, policy: str) -> None:
     indices, weights = choices(tokens, topk, experts)
     kept = torch.zeros(tokens, topk, dtype=torch.bool)
     for expert in range(experts):

@@ -108,9 +108,7 @@ def test_a_compiled_function_flattens_objects_without_a_break() -> None:
         assert torch.equal(compiled(x, Options(factor=3.0)), function(x, Options(factor=3.0)))
 
 
-def test_one_function_is_the_operation_on_an_accelerator_and_the_reference_elsewhere(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_one_function_is_the_operation_or_elsewhere_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     def reference(x: Tensor, block: tuple[int, int], *, factor: float = 2.0) -> Tensor:
         return x * factor + block[0]
 

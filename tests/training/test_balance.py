@@ -36,9 +36,7 @@ data = { path = "data", sequence_length = 16 }
         (", router = { score = 'sigmoid', expert_bias = true }", 0.0),
     ],
 )
-def test_a_mixture_of_a_toml_file_is_balanced_unless_it_says_how(
-    router: str, coefficient: float, tmp_path: Path
-) -> None:
+def test_mixtures_of_toml_are_balanced_unless_they_say(router: str, coefficient: float, tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     file.write_text(RUN + MODEL.format(router))
     config = read_config(file, [])

@@ -19,7 +19,7 @@ def recorded(run: TrainConfig) -> str:
 
 @pytest.mark.sentinels("float32")
 @pytest.mark.parametrize("backend", ["bf16", "float32"])
-def test_a_run_continues_with_the_gemm_that_it_began_with(
+def test_runs_continue_with_the_gemm_they_began_with(
     backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also on a machine that would choose the other one, and then the result is the uninterrupted run's bit for bit."""

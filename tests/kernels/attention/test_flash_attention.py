@@ -100,9 +100,7 @@ def check(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> None:
 
 @pytest.mark.parametrize("dtype", (BF16, F32))
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_values_and_gradients_are_near_the_definition(
-    instructions: str, shape: tuple[int, ...], dtype: torch.dtype
-) -> None:
+def test_values_and_gradients_are_near_it(instructions: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     check(*case(shape, dtype), scale=shape[5] ** -0.5, causal=bool(shape[7]))
 
 
@@ -355,9 +353,7 @@ def assert_near(q: Tensor, k: Tensor, v: Tensor, define: Callable[..., Tensor], 
     ("queries", "keys", "window"), [(200, 200, 50), (200, 200, 1), (100, 400, 77), (300, 300, 512)]
 )
 @pytest.mark.parametrize("dtype", (BF16, F32))
-def test_a_window_hides_keys_before_it(
-    instructions: str, queries: int, keys: int, window: int, dtype: torch.dtype
-) -> None:
+def test_windows_hide_keys_before(instructions: str, queries: int, keys: int, window: int, dtype: torch.dtype) -> None:
     distance = (keys - queries + torch.arange(queries))[:, None] - torch.arange(keys)
     visible = (distance >= 0) & (distance < window)
 

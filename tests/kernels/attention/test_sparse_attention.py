@@ -91,7 +91,7 @@ def test_values_and_gradients_are_those_of_the_definition(queries: int, groups: 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("documents", [None, DOCUMENTS], ids=["", "documents"])
 @pytest.mark.parametrize("sparse", [False, True], ids=["warm-up", "sparse"])
-def test_the_loss_and_its_gradients_are_those_of_the_definition(
+def test_loss_and_gradients_are_those_of_the_definition(
     sparse: bool, documents: Tensor | None, dtype: torch.dtype
 ) -> None:
     own, (q, k, _) = indexer(dtype), attention(dtype)

@@ -102,9 +102,7 @@ def _rewritten(library: Path, change: Callable[[bytes], bytes]) -> None:
     "damage",
     [_cut, _flipped, _empty, _another, _link, _writable, _digest_cut, pytest.param(_of_another_user, marks=as_root)],
 )
-def test_a_damaged_library_is_compiled_again(
-    own_cache: Path, tmp_path: Path, damage: Callable[[Path, Path], None]
-) -> None:
+def test_damaged_libraries_are_compiled(own_cache: Path, tmp_path: Path, damage: Callable[[Path, Path], None]) -> None:
     """A library that is cut ends the process that loads it, and with it a test that does."""
     assert (added(7), added(100)) == (8, 101)
     library, other = library_of(7, own_cache), shutil.move(library_of(100, own_cache), tmp_path / "other.so")

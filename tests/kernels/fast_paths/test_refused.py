@@ -79,9 +79,7 @@ SHAPES = [
 
 
 @pytest.mark.parametrize(("q", "k", "v"), SHAPES, ids=str)
-def test_attention_of_one_token_broadcasts_and_refuses_as_torch(
-    q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...]
-) -> None:
+def test_one_token_broadcasts_and_refuses_as_torch(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...]) -> None:
     def ours() -> Tensor:
         flags = {"causal": False, "scale": 0.125, "softcap": None, "dropout": 0.0}
         return attend(drawn(*q), drawn(*k), drawn(*v), None, None, None, **flags)

@@ -231,9 +231,7 @@ def test_the_choice_holds_for_the_process() -> None:
 
 @pytest.mark.parametrize("rows", [2, 9, 300])
 @pytest.mark.parametrize("lying", ["by rows", "by columns"])
-def test_every_way_to_take_a_product_in_pieces_is_the_product(
-    rows: int, lying: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_product_in_pieces_is_the_product(rows: int, lying: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Consecutive rows of the right side, columns of it, and pieces of both sides; with a bias, and into a tensor."""
     left, right, bias = made(rows, 96, seed=1), made(96, 80, seed=2), made(80, seed=3)
     right = right if lying == "by rows" else right.t().contiguous().t()

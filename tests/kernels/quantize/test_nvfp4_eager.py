@@ -153,9 +153,7 @@ def test_every_byte_and_every_scale_decode() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("block", [(1, 16), (1, 32), (1, 128), (32, 1), (16, 16), (128, 128)], ids=str)
-def test_amaxes_are_the_definition(
-    by_definition: Callable[..., Any], dtype: torch.dtype, block: tuple[int, int]
-) -> None:
+def test_amaxes_are_defined(by_definition: Callable[..., Any], dtype: torch.dtype, block: tuple[int, int]) -> None:
     for x in (every_case(dtype), every_case(dtype).mT[:, 3:, 5:], every_case(dtype)[:, 7:8]):
         assert torch.equal(blocks.blockwise_amax(x, block), by_definition(blocks.blockwise_amax, x, block))
         assert torch.equal(blocks.amax(x), by_definition(blocks.amax, x))

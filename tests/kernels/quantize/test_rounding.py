@@ -86,9 +86,7 @@ def test_a_tensor_rounds_as_it_is_quantized(fp8_dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("shape", [(64, 128), (1, 128), (33, 128), (64, 75), (2, 32, 64), (2, 5, 64), (0, 64)], ids=str)
 @pytest.mark.parametrize("kind", ["float32", "pow2", "e8m0"])
 @pytest.mark.parametrize("fp8_dtype", FORMATS)
-def test_quantizing_and_rounding_at_once_has_the_bits_of_the_two(
-    fp8_dtype: torch.dtype, kind: str, shape: tuple[int, ...]
-) -> None:
+def test_quantizing_and_rounding_at_once_is_both(fp8_dtype: torch.dtype, kind: str, shape: tuple[int, ...]) -> None:
     """Eagerly by look-up: whole blocks, fewer rows than a block has, ragged ones, transposed and float32 matrices."""
     x = torch.randn(shape, generator=torch.Generator().manual_seed(2)).bfloat16()
     if x.numel():

@@ -120,7 +120,7 @@ def test_transposed_copies_of_real_sizes(shape: tuple[int, ...], device: torch.d
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [(2048, 4096, 8192), (1000, 640, 1536)], ids=str)
 @pytest.mark.parametrize("sides", ["per_tensor", "pow2 1x128 by 1x128", "mxfp8"])
-def test_weight_gradients_of_real_sizes_are_added_in_place(
+def test_real_weight_gradients_are_added_in_place(
     sides: str, shape: tuple[int, int, int], device: torch.device
 ) -> None:
     """Into a float32 gradient: added to what is there, and written over a NaN."""

@@ -115,7 +115,7 @@ def test_no_gemm_of_a_format_without_kernels_falls_back_silently(
 
 @pytest.mark.sentinels("mxfp8")
 @pytest.mark.parametrize("recipe", ["current", "block", "mxfp8"])
-def test_rows_come_to_the_gemms_as_kernels_make_them(
+def test_gemms_get_rows_as_kernels_make_them(
     recipe: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both copies of x and of dy from one kernel each, wgrad's in padded rows that lie transposed."""

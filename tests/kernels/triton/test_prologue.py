@@ -61,9 +61,7 @@ def kernels_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.mark.matrix
 @pytest.mark.parametrize("name", ["delayed", "block", "mxfp8"])
 @pytest.mark.parametrize("kind", MODULES)
-def test_fused_kernels_change_no_bit(
-    kind: str, name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fusing_changes_no_bit(kind: str, name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     module = MODULES[kind](params_dtype=torch.bfloat16, device=device)
     x = torch.randn(35, 96, device=device, dtype=torch.bfloat16)
     if device.type == "cpu":

@@ -68,9 +68,7 @@ and by less, which is computed at once, and as few as there are blocks of."""
 @pytest.mark.matrix
 @pytest.mark.parametrize(("queries", "keys", "window"), SIZES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_blocks_give_what_a_mask_gives(
-    kind: str, queries: int, keys: int, window: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_blocks_are_the_mask(kind: str, queries: int, keys: int, window: int, monkeypatch: pytest.MonkeyPatch) -> None:
     if kind == "torch":
         monkeypatch.setattr(flash_attention, "uses_flash_attention", lambda *_: False)
     layer, tensors = attention(window, **KINDS[kind]), inputs(queries, keys)
@@ -122,9 +120,7 @@ def test_no_tensor_has_all_queries_and_keys(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["learnable", "off-by-one"])
 @pytest.mark.parametrize(("queries", "keys"), [(300, 300), (200, 330)])
-def test_sinks_without_a_window_need_no_scores(
-    kind: str, queries: int, keys: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sinks_alone_need_no_scores(kind: str, queries: int, keys: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's flash attention is scaled by the share of the sink; the sink gets its gradient."""
     layer, tensors = attention(8, window_size=None, softmax_type=kind), inputs(queries, keys)
     trained = (*tensors, *layer.parameters())

@@ -13,9 +13,7 @@ from tests.layers.matrix_recipes import fresh
 
 
 @pytest.mark.parametrize(("name", "copies"), [("block", 2), ("mxfp8", 2), ("nvfp4", 2), ("current", 0)])
-def test_the_copy_for_one_gemm_ends_before_the_next_begins(
-    name: str, copies: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_copy_ends_before_the_next_begins(name: str, copies: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where both GEMMs have the same numbers, one copy is for both."""
     made: list[weakref.ref[Tensor]] = []
     real = three_gemms.quantized_operand

@@ -64,9 +64,7 @@ def kept_bytes(run: Callable[[], Tensor]) -> int:
 
 @pytest.mark.parametrize("accelerator", [False, True])
 @pytest.mark.parametrize("name", NAMES)
-def test_a_grouped_layer_keeps_the_quantized_copy(
-    name: str, accelerator: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_grouped_layers_keep_the_quantized_copy(name: str, accelerator: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """As much as a dense layer keeps, and the splits; the whole input where it is asked to."""
     if accelerator:
         as_on_an_accelerator(monkeypatch)
@@ -222,9 +220,7 @@ def experts_step(
 
 
 @pytest.mark.parametrize(("name", "align"), [("block", 128), ("mxfp8", 32), ("current", 1), ("nvfp4", 1)])
-def test_tokens_are_permuted_padded_and_quantized_in_one_pass(
-    name: str, align: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tokens_are_permuted_and_quantized_in_one_pass(name: str, align: int, monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = te.recipe(name)
     found, expected = experts_step(layer(), chosen)
     assert found == 1, "on a CPU the compiler fuses the steps"

@@ -71,9 +71,7 @@ needs_library = pytest.mark.skipif(few_rows.library.STORED.against() != "", reas
 
 @needs_library
 @pytest.mark.parametrize("form", FORMATS, ids=str)
-def test_the_next_token_has_the_same_bits_and_asks_nothing(
-    form: quantizers.Quantizer, unasked: Callable[[], None]
-) -> None:
+def test_the_next_token_has_the_bits_and_asks_nothing(form: quantizers.Quantizer, unasked: Callable[[], None]) -> None:
     weight, bias = weight_in(form), torch.randn(OUT).bfloat16()
     several = [rows(1, 1), rows(4, 1), rows(1), rows(16)]
     expected = [(asked(x, weight), asked(x, weight, bias)) for x in several]

@@ -108,9 +108,7 @@ def test_wrong_splits_are_named(m_splits: list, message: str, as_tensor: bool) -
 @pytest.mark.parametrize("strict", [True, False], ids=["strict", "lenient"])
 @pytest.mark.parametrize("grouped", [True, False], ids=["grouped", "per-GEMM"])
 @pytest.mark.parametrize("make", [te.GroupedLinear, ops.GroupedLinear], ids=["module", "operation"])
-def test_a_state_dict_has_each_parameter_in_one_layout(
-    make: Callable[..., nn.Module], grouped: bool, strict: bool
-) -> None:
+def test_each_parameter_is_in_one_layout(make: Callable[..., nn.Module], grouped: bool, strict: bool) -> None:
     one, other = (make(5, 32, 16, single_grouped_weight=layout) for layout in (grouped, not grouped))
     before = {name: value.clone() for name, value in one.state_dict().items()}
     for kind in ("weight", "bias"):

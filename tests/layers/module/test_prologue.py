@@ -129,9 +129,7 @@ def test_frozen_parameters(frozen: str, fused: list, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("kind", ["linear", *MODULES])
-def test_without_gradients_no_copy_for_the_backward_pass_is_made(
-    kind: str, fused: list, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_gradients_no_backward_copy_is_made(kind: str, fused: list, monkeypatch: pytest.MonkeyPatch) -> None:
     """A weight that wants a gradient says so under no_grad, too."""
     asked = []
     quantize_fields = MXFP8Quantizer.quantize_fields

@@ -90,9 +90,7 @@ def test_what_a_delayed_gradient_reads_is_not_written_to(grouped: bool, written:
 @pytest.mark.parametrize(
     "kind", [te.Linear, te.LayerNormLinear, te.LayerNormMLP, experts, te.GroupedLinear], ids=lambda kind: kind.__name__
 )
-def test_the_first_micro_batch_writes_to_main_gradients(
-    kind: Callable[..., nn.Module], name: str, delayed: bool
-) -> None:
+def test_the_first_micro_batch_writes_main_gradients(kind: Callable[..., nn.Module], name: str, delayed: bool) -> None:
     """Scripts that tell Transformer Engine which one is the first zero nothing; sums grew over all steps."""
     sizes = {"GroupedLinear": (3, 64, 32), "experts": ()}.get(kind.__name__, (64, 32))
     layer = kind(*sizes, fuse_wgrad_accumulation=True, delay_wgrad_compute=delayed)

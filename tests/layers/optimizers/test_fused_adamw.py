@@ -455,9 +455,7 @@ def test_working_copies_of_few_parameters_exist_at_a_time(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("moments", ["float32", "bfloat16"])
 @pytest.mark.parametrize("master", [False, True])
-def test_a_parameter_in_pieces_is_updated_as_a_whole_one(
-    master: bool, moments: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pieces_are_updated_as_a_whole_parameter(master: bool, moments: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Random bits included: they are those of the element, not of its place in a piece."""
     results = []
     for chunk in (1 << 20, 64, 128):  # whole vectors: the update's own kernel rounds otherwise past the last one

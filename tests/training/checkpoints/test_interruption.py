@@ -34,9 +34,7 @@ def endless(tmp_path: Path, **changes: object) -> TrainConfig:
 
 @pytest.mark.sentinels("15-143")
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_signal_saves_first(
-    tmp_path: Path, signum: signal.Signals, code: int, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_signals_save(tmp_path: Path, signum: signal.Signals, code: int, capsys: pytest.CaptureFixture[str]) -> None:
     config = endless(tmp_path)
     with training(config, tmp_path) as processes:
         wait_for_rows(config, 3, processes)

@@ -59,9 +59,7 @@ def test_answers_without_an_end_are_said_and_can_get_one(tmp_path: Path, capsys:
     )
 
 
-def test_chats_that_the_template_refuses_are_named_or_passed_over(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_refused_chats_are_named_or_passed_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_folder(tmp_path / "t", "byte-level", "mistral")
     twice = [CHAT[0], CHAT[0], CHAT[1]]
     path = rows(tmp_path / "a.jsonl", CHAT, twice, CHAT[:2])

@@ -153,7 +153,7 @@ def test_an_epoch_reads_each_training_window_once_and_no_validation_window(tmp_p
 
 @given(st.integers(0, 2**40), st.integers(1, 9), st.integers(0, 5))
 @settings(deadline=None, max_examples=30)
-def test_a_batch_is_its_positions_one_by_one(
+def test_batches_are_their_positions(
     tmp_path_factory: pytest.TempPathFactory, position: int, size: int, seed: int
 ) -> None:
     dataset = write_dataset(tmp_path_factory.mktemp("x") / "d", [[range(60)]], vocab_size=60)

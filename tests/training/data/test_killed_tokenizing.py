@@ -119,9 +119,7 @@ blend.Blend.examples = noting
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default")  # of what the libraries import
-def test_ranks_read_the_batches_of_an_uninterrupted_run_bit_for_bit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_read_the_batches_of_an_uninterrupted_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A shuffled mixture of two streams on two ranks: tokenizing is killed within each shard, then the run itself."""
     pytest.importorskip("datasets", reason="the extra data is not installed")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="th
         (4, 2, signal.SIGKILL, 600.0),
     ],
 )
-def test_a_rank_that_is_gone_ends_the_others(
+def test_a_rank_gone_ends_the_others(
     tmp_path: Path, ranks: int, gone: int, signum: signal.Signals, minutes: float
 ) -> None:
     """Each says which one is gone: before a timeout of hours, and where gloo itself waits for half an hour."""
@@ -119,9 +119,7 @@ def test_a_rank_that_runs_but_does_not_take_part_is_named() -> None:
     first.close(error)
 
 
-def test_a_process_that_cannot_leave_is_ended(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_processes_that_hang_are_ended(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     """Its main thread may wait in a collective that nothing interrupts."""
     from te_models.training.ranks import monitor as rank_monitor
 

@@ -103,9 +103,7 @@ def test_a_step_that_reduces_once_has_the_numbers_of_whole_parameters(tmp_path: 
         (True, "fp32", {"context_parallel_size": 2}),
     ],
 )
-def test_small_buckets_and_one_at_the_end_give_the_same_bits(
-    tmp_path: Path, moe: bool, dtype: str, sizes: dict[str, int]
-) -> None:
+def test_small_buckets_and_one_at_the_end_agree(tmp_path: Path, moe: bool, dtype: str, sizes: dict[str, int]) -> None:
     """Small buckets are summed while the backward pass runs, and one at the end gives the same bits."""
     one, late = trained(tmp_path, f"one {moe} {dtype}", moe=moe, dtype=dtype, limit=2**40, **sizes)
     many, early = trained(tmp_path, f"many {moe} {dtype}", moe=moe, dtype=dtype, limit=1, **sizes)
@@ -136,9 +134,7 @@ def test_sharded_parameters_reduced_once_equal_whole_ones(tmp_path: Path) -> Non
         (False, "fp32", {"context_parallel_size": 2}),
     ],
 )
-def test_ranks_that_share_an_update_receive_their_own_sums(
-    tmp_path: Path, moe: bool, dtype: str, sizes: dict[str, int]
-) -> None:
+def test_ranks_receive_the_sums_they_update_by(tmp_path: Path, moe: bool, dtype: str, sizes: dict[str, int]) -> None:
     """Half of the bytes, beside the row that fills up 257 words, and all bits; a norm of parts within its rounding."""
     whole, all_ = trained(tmp_path, "whole", moe=moe, dtype=dtype, clip_grad_norm=None, **sizes)
     shared, own = trained(

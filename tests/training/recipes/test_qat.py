@@ -56,9 +56,7 @@ def used(monkeypatch: pytest.MonkeyPatch) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("qat", [*(pytest.param(x, marks=pytest.mark.slow) for x in FORMATS[:3]), *FORMATS[3:]])
-def test_exports_hold_the_weights_that_the_last_pass_used(
-    qat: str, tmp_path: Path, used: dict[str, torch.Tensor]
-) -> None:
+def test_exports_hold_the_weights_last_used(qat: str, tmp_path: Path, used: dict[str, torch.Tensor]) -> None:
     run = qat_run(tmp_path, qat)
     train(run)
     final, stored = Path(run.output_dir) / "final", tmp_path / "stored"

@@ -94,9 +94,7 @@ def test_only_the_steps_that_are_due_pay_for_statistics(tmp_path: Path, monkeypa
 
 
 @pytest.mark.slow
-def test_a_compiled_run_has_one_graph_for_the_steps_with_statistics(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_graph_serves_the_steps_with_statistics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside the one of all other steps, and none is made when they are due again."""
     # what Dynamo makes, and not what Inductor makes of it, is counted here
     monkeypatch.setattr("te_models.training.step.backend_for", lambda model: "aot_eager")

@@ -44,9 +44,7 @@ def quantized(x: torch.Tensor, m_splits: torch.Tensor, block: tuple[int, int], k
 
 @pytest.mark.parametrize(("block", "kind"), COPIES, ids=str)
 @pytest.mark.parametrize(("splits", "rows", "columns"), CASES, ids=str)
-def test_definition_is_each_group_by_itself(
-    splits: list[int], rows: int, columns: int, block: tuple[int, int], kind: str
-) -> None:
+def test_each_group_is_by_itself(splits: list[int], rows: int, columns: int, block: tuple[int, int], kind: str) -> None:
     x, m_splits = ordinary((rows, columns), torch.float32), torch.tensor(splits)
     found = dequantize_grouped(*quantized(x, m_splits, block, kind), m_splits, rows, block, torch.float32)
     begin = 0

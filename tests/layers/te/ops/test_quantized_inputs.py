@@ -51,7 +51,7 @@ def test_what_the_recipe_would_not_have_made_is_dequantized(quantizer: te.Quanti
     ],
     ids=str,
 )
-def test_what_it_would_have_made_is_read(
+def test_what_it_would_make_is_read(
     quantizer: te.Quantizer, chosen: te.Recipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     x = torch.randn(64, 128, dtype=torch.bfloat16, generator=torch.Generator().manual_seed(0))
