@@ -30,13 +30,8 @@ SCALINGS = {
 def their_frequencies(scaling: str, head_dim: int, base: float, options: dict, length: int | None = None):
     """Frequencies and attention factor of transformers, for a model of 64 positions."""
     parameters = {"rope_type": "default" if scaling == "none" else scaling, "rope_theta": base, **options}
-    config = LlamaConfig(
-        hidden_size=2 * head_dim,
-        num_attention_heads=2,
-        head_dim=head_dim,
-        max_position_embeddings=64,
-        rope_parameters=parameters,
-    )
+    sizes = {"hidden_size": 2 * head_dim, "num_attention_heads": 2, "head_dim": head_dim}
+    config = LlamaConfig(max_position_embeddings=64, rope_parameters=parameters, **sizes)
     if scaling == "none":
         return LlamaRotaryEmbedding.compute_default_rope_parameters(config)
     return ROPE_INIT_FUNCTIONS[scaling](config, torch.device("cpu"), seq_len=length)

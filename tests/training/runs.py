@@ -33,21 +33,13 @@ def balanced_model(**router: Any) -> ModelConfig:
     """A deepseek_v3-shaped model over bytes: a dense layer, then two of experts that a bias balances."""
     values = {"score": "sigmoid", "expert_bias": True, "num_groups": 4, "topk_groups": 2, "scaling_factor": 2.5}
     latent = MLAConfig(q_lora_rank=12, kv_lora_rank=10, qk_head_dim=8, qk_pos_emb_head_dim=4, v_head_dim=6)
+    sizes = {"vocab_size": 257, "hidden_size": 32, "num_layers": 3, "max_position_embeddings": 64}
+    experts = {"num_moe_experts": 8, "moe_router_topk": 2, "moe_ffn_hidden_size": 16, "layers": (1, 2)}
     return ModelConfig(
-        vocab_size=257,
-        hidden_size=32,
-        num_layers=3,
-        max_position_embeddings=64,
         attention=AttentionConfig(num_attention_heads=4, mla=latent),
         mlp=MLPConfig(ffn_hidden_size=64),
-        moe=MoEConfig(
-            num_moe_experts=8,
-            moe_router_topk=2,
-            moe_ffn_hidden_size=16,
-            layers=(1, 2),
-            shared_expert_intermediate_size=16,
-            router=RouterConfig(**{**values, **router}),
-        ),
+        moe=MoEConfig(shared_expert_intermediate_size=16, router=RouterConfig(**{**values, **router}), **experts),
+        **sizes,
     )
 
 

@@ -73,11 +73,8 @@ def test_a_loss_that_is_not_finite_stops_before_the_update(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("recipe", ["current", "block", "mxfp8"])
 def test_quantized_weights_move_and_stay_quantized(tmp_path: Path, recipe: str) -> None:
-    config = tiny_run(
-        tmp_path,
-        model=ModelSource(config=tiny_model(moe=True)),
-        precision=PrecisionConfig(dtype="bf16", recipe=recipe, quantized_weights=True),
-    )
+    precision = PrecisionConfig(dtype="bf16", recipe=recipe, quantized_weights=True)
+    config = tiny_run(tmp_path, model=ModelSource(config=tiny_model(moe=True)), precision=precision)
     model = build_model(config, "cpu", None)
     assert isinstance(model, te_models.GPTModel)
     optimizer = build_optimizer(config, model)

@@ -119,11 +119,7 @@ def test_threads_and_other_rows_change_no_bit(instructions: None) -> None:
 def test_it_serves_one_query_of_plain_tensors() -> None:
     query, key, value = inputs((2, 8, 4, 300, 64, 64), F32)
     visible = torch.ones(2, 1, 1, 300, dtype=torch.bool)
-    assert (
-        uses_decode_attention(query, key, value, None)
-        and uses_decode_attention(query, key, value, visible)
-        and uses_decode_attention(query, key, value, visible[:1])
-    )
+    assert all(uses_decode_attention(query, key, value, sees) for sees in (None, visible, visible[:1]))
     assert not uses_decode_attention(query.expand(-1, -1, 2, -1), key, value, None)
     assert not uses_decode_attention(query, key, value, visible.float()) and not uses_decode_attention(
         query, key, value, visible.expand(-1, 8, -1, -1)

@@ -39,12 +39,8 @@ def test_plain_rows(splits: list[int], tail: int, transpose: bool, dtype: torch.
     x = normal(rows, inner, seed=1, dtype=dtype, device=device)
     b = normal(len(splits), outer, inner, seed=2, dtype=dtype, device=device)
     b = b if transpose else b.mT.contiguous().mT  # dgrad reads the weight the other way round
-    y = kernels.grouped_gemm(
-        kernels.TileOperand.unscaled(x),
-        kernels.TileOperand.unscaled(b),
-        torch.tensor(splits, device=device),
-        x.new_empty(rows, outer),
-    )
+    left, right = (kernels.TileOperand.unscaled(t) for t in (x, b))
+    y = kernels.grouped_gemm(left, right, torch.tensor(splits, device=device), x.new_empty(rows, outer))
     for g, (begin, end) in enumerate(ranges(splits)):
         assert_within(y[begin:end], x[begin:end].double(), b[g].double())
     assert not y[sum(splits) :].any()
@@ -154,11 +150,7 @@ def test_real_sizes(formats: str, shape: tuple[int, int, int, int], device: torc
     w = normal(groups, outer, inner, seed=3, device=device)
     if formats == "plain":
         left, right, loose = x, w, 0.0
-        a, b, columns = (
-            kernels.TileOperand.unscaled(x),
-            kernels.TileOperand.unscaled(w),
-            (kernels.TileOperand.unscaled(dy.t()), kernels.TileOperand.unscaled(x.t())),
-        )
+        a, b, *columns = (kernels.TileOperand.unscaled(t) for t in (x, w, dy.t(), x.t()))
     else:
         left = quantized_rows(x, sizes, kind, block, dim=1)
         right = quantized(w, *FORMATS[formats][1])

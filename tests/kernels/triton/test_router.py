@@ -23,19 +23,10 @@ def run(logits, bias, counts, scores):
 def defined(logits, bias, counts, scores):
     _, topk, groups, topk_groups, group_score = counts
     sigmoid, after, _, normalize, eps, scaling = scores
-    return reference.router_topk(
-        logits,
-        topk,
-        score="sigmoid" if sigmoid else "softmax",
-        score_after_topk=after,
-        expert_bias=bias,
-        normalize=normalize,
-        normalize_eps=eps,
-        scaling_factor=scaling,
-        num_groups=groups,
-        topk_groups=topk_groups,
-        group_score=group_score,
-    )
+    options = {"score": "sigmoid" if sigmoid else "softmax", "score_after_topk": after, "expert_bias": bias}
+    options |= {"normalize": normalize, "normalize_eps": eps, "scaling_factor": scaling}
+    options |= {"num_groups": groups, "topk_groups": topk_groups, "group_score": group_score}
+    return reference.router_topk(logits, topk, **options)
 
 
 def exact_weights(logits, indices, scores):

@@ -80,16 +80,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", OPTIONS)
 def test_values_and_gradients(name: str, length: int, keys: int, groups: int, hide: bool) -> None:
     options = dict(OPTIONS[name])
-    layer = attention(
-        N,
-        D,
-        groups,
-        attn_mask_type="causal_bottom_right" if options.get("causal", True) else "no_mask",
-        window_size=options.get("window"),
-        softmax_scale=options.get("scale"),
-        softcap=options.get("softcap"),
-        softmax_type="learnable" if options.pop("sink", False) else "vanilla",
-    )
+    mask = "causal_bottom_right" if options.get("causal", True) else "no_mask"
+    how = {
+        "window_size": options.get("window"),
+        "softmax_scale": options.get("scale"),
+        "softcap": options.get("softcap"),
+    }
+    how["softmax_type"] = "learnable" if options.pop("sink", False) else "vanilla"
+    layer = attention(N, D, groups, attn_mask_type=mask, **how)
     if layer.softmax_offset is not None:
         with torch.no_grad():
             layer.softmax_offset.copy_(torch.linspace(-1, 1, N))

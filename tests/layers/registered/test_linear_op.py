@@ -178,13 +178,8 @@ def test_a_checkpoint_records_once_and_repeats_the_numbers(name: str, how: str) 
             return te.checkpoint(layer, x, use_reentrant=False)
 
         run = run if how == "eager" else torch.compile(run, fullgraph=True, backend=how)
-        found.append(
-            [
-                t
-                for _ in range(2)
-                for t in [*step(layer, name, "plain", inputs().requires_grad_(), run), layer.fp8_scale]
-            ]
-        )
+        steps = (step(layer, name, "plain", inputs().requires_grad_(), run) for _ in range(2))
+        found.append([t for tensors in steps for t in [*tensors, layer.fp8_scale]])
     assert_same(found[1], found[0])
 
 

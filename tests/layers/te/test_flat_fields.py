@@ -53,28 +53,16 @@ def test_members_of_one_shape(name: str, shape: tuple[int, int]) -> None:
     values = [torch.randn(shape).bfloat16() for _ in range(3)]
     quantizer = None if name == "identity" else QUANTIZERS[name]
     flat = buffers(name, values)
-    grouped = GroupedTensorStorage(
-        (3 * shape[0], shape[1]),
-        torch.bfloat16,
-        num_tensors=3,
-        shapes=[shape] * 3,
-        quantizer=quantizer,
-        offsets=[i * shape[0] * shape[1] for i in range(4)],
-        **flat,
-    )
+    size, matrix = (3 * shape[0], shape[1]), {"num_tensors": 3, "shapes": [shape] * 3, "quantizer": quantizer}
+    offsets = [i * shape[0] * shape[1] for i in range(4)]
+    grouped = GroupedTensorStorage(size, torch.bfloat16, offsets=offsets, **matrix, **flat)
     assert grouped.num_tensors == 3 and grouped.first_dims is None and grouped.dtype == torch.bfloat16
     assert_alone(grouped.split_into_quantized_tensors(), values, QUANTIZERS[name])
     assert grouped.rowwise_data.data_ptr() == flat["data"].data_ptr()  # a view of the buffer
     if name == "current":
         transposed = torch.cat([member.mT.flatten() for member in flat["data"].view(3, *shape)])
-        again = GroupedTensorStorage(
-            (3 * shape[0], shape[1]),
-            dtype=torch.bfloat16,
-            num_tensors=3,
-            quantizer=quantizer,
-            columnwise_data=transposed,
-            columnwise_scale_inv=flat["scale_inv"],
-        )
+        columns = {"columnwise_data": transposed, "columnwise_scale_inv": flat["scale_inv"]}
+        again = GroupedTensorStorage(size, dtype=torch.bfloat16, num_tensors=3, quantizer=quantizer, **columns)
         assert torch.equal(again.dequantize(), grouped.dequantize())
 
 

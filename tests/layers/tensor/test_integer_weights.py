@@ -132,13 +132,9 @@ def test_quantizing_is_what_compressed_tensors_does(name: str) -> None:
     quantizer = QUANTIZERS[name]
     x = torch.randn(16, 128, generator=torch.Generator().manual_seed(1))
     size = quantizer.group_size or 128
-    args = quantization.QuantizationArgs(
-        num_bits=quantizer.BITS,
-        type="int",
-        symmetric=not quantizer.zero_points,
-        strategy="group" if quantizer.group_size else "channel",
-        group_size=quantizer.group_size or None,
-    )
+    strategy = "group" if quantizer.group_size else "channel"
+    options = {"num_bits": quantizer.BITS, "type": "int", "symmetric": not quantizer.zero_points}
+    args = quantization.QuantizationArgs(strategy=strategy, group_size=quantizer.group_size or None, **options)
     groups = x.unflatten(-1, (-1, size))
     scale, zero = helpers.calculate_qparams(groups.amin(-1), groups.amax(-1), args)
     scale = scale.to(quantizer.scale_dtype)
@@ -150,11 +146,9 @@ def test_quantizing_is_what_compressed_tensors_does(name: str) -> None:
     if own is not None:
         assert (own - zero.round()).abs().max() <= 1
     codes = forward.quantize(x=x, scale=scale.float(), zero_point=own, args=args, dtype=torch.int8)
-    stored = (
-        found.rowwise_data
-        if quantizer.BITS == 8
-        else torch.stack((found.rowwise_data & 15, found.rowwise_data >> 4), -1).flatten(-2)
-    )
+    stored = found.rowwise_data
+    if quantizer.BITS == 4:
+        stored = torch.stack((stored & 15, stored >> 4), -1).flatten(-2)
     assert torch.equal(stored.int() - offset, codes.int())
     values = forward.dequantize(x_q=codes, scale=scale.float(), zero_point=own, args=args)
     assert torch.equal(found.dequantize(torch.float32), values)

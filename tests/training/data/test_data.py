@@ -189,10 +189,5 @@ def test_a_vocabulary_is_checked_by_the_ids_that_occur(tmp_path: Path) -> None:
     refused(lambda: TokenDataset.open(tmp_path / "d"), "largest_token_id is 200; allowed: 0 to 199", error=DataError)
     (tmp_path / "a.jsonl").write_text('{"text": "a"}\n{"text": "\u00e9"}\n')
     with pytest.raises(DataError, match=r"a.jsonl, line 2 has the token id 195; allowed: below 150"):
-        build_dataset(
-            tmp_path / "e",
-            [tmp_path / "a.jsonl"],
-            "bytes",
-            options=DocumentOptions(add_eos_token=False),
-            model_vocab_size=150,
-        )
+        options = {"options": DocumentOptions(add_eos_token=False), "model_vocab_size": 150}
+        build_dataset(tmp_path / "e", [tmp_path / "a.jsonl"], "bytes", **options)

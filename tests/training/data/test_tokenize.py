@@ -388,11 +388,6 @@ def test_the_command_says_what_it_wrote(tmp_path: Path, capsys: pytest.CaptureFi
     path = lines(tmp_path / "a.jsonl", [{"text": "ab"}, {"text": "c"}])
     words = ["tokenize", str(path), "--tokenizer", "bytes", "--output", str(tmp_path / "d")]
     assert main([*words, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == {
-        "output": str(tmp_path / "d"),
-        "tokens": 5,
-        "documents": 2,
-        "vocab_size": 257,
-        "scored_tokens": None,
-    }
+    counts = {"tokens": 5, "documents": 2, "vocab_size": 257, "scored_tokens": None}
+    assert json.loads(capsys.readouterr().out) == {"output": str(tmp_path / "d"), **counts}
     assert main(words) == 2 and "d exists already" in capsys.readouterr().err

@@ -93,13 +93,9 @@ def test_a_stage_of_dense_layers_has_none() -> None:
 
 @pytest.mark.slow
 def test_weights_and_moments_of_eight_bits_continue(tmp_path: Path) -> None:
-    run = run_of(
-        tmp_path,
-        "quantized",
-        2,
-        precision=training.PrecisionConfig(dtype="bf16", recipe="mxfp8", quantized_weights=True),
-        optimizer=training.OptimizerConfig(moment_dtype="float8"),
-    )
+    precision = training.PrecisionConfig(dtype="bf16", recipe="mxfp8", quantized_weights=True)
+    optimizer = training.OptimizerConfig(moment_dtype="float8")
+    run = run_of(tmp_path, "quantized", 2, precision=precision, optimizer=optimizer)
     train_and_resume(run, 2, tmp_path)
 
 

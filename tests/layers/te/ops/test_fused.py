@@ -49,11 +49,8 @@ def test_a_longer_fusion_wins_and_others_are_left_alone() -> None:
         ops.Linear(8, 8), ops.AddExtraInput(), ops.BasicLinear(8, 8), ops.Bias(8), ops.SiLU(), ops.Bias(8)
     )
     (fuser,) = model.groups()
-    assert [(type(part), begin, end) for part, begin, end in fuser.forward_parts] == [
-        (ForwardLinearBiasAdd, 0, 3),
-        (ForwardLinearBiasActivation, 3, 6),
-        (ops.Bias, 6, 7),
-    ]
+    parts = [(type(part), begin, end) for part, begin, end in fuser.forward_parts]
+    assert parts == [(ForwardLinearBiasAdd, 0, 3), (ForwardLinearBiasActivation, 3, 6), (ops.Bias, 6, 7)]
 
 
 def test_a_module_between_operations_ends_the_group() -> None:

@@ -12,14 +12,8 @@ from tests.layers.te.ops.steps import NAMES, assert_equal, step
 
 
 def test_extra_inputs_and_outputs_keep_their_order() -> None:
-    model = ops.Sequential(
-        ops.MakeExtraOutput(),
-        ops.ConstantScale(2.0),
-        ops.AddExtraInput(),
-        nn.Softplus(),
-        ops.MakeExtraOutput(),
-        ops.AddExtraInput(),
-    )
+    first = ops.MakeExtraOutput(), ops.ConstantScale(2.0), ops.AddExtraInput()
+    model = ops.Sequential(*first, nn.Softplus(), ops.MakeExtraOutput(), ops.AddExtraInput())
 
     def formula(x, a, b):
         y = F.softplus(2 * x + a)
