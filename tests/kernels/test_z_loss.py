@@ -37,10 +37,8 @@ def test_values_and_gradients(chunk_tokens: int | None, compiled: bool) -> None:
     f = torch.compile(run, fullgraph=True, backend="aot_eager") if compiled else run
     found = f(None)
     (found[0] + 0.1 * found[1]).backward()
-    for value, expected in zip(
-        [*found, *(t.grad for t in own)], [loss, squares, *(t.grad for t in exact)], strict=True
-    ):
-        torch.testing.assert_close(value.detach(), expected.detach().float(), rtol=1e-5, atol=1e-6)
+    values, right = [*found, *(t.grad for t in own)], [loss, squares, *(t.grad for t in exact)]
+    torch.testing.assert_close([v.detach() for v in values], [r.detach().float() for r in right], rtol=1e-5, atol=1e-6)
     own[1].grad = None
     found = f(main_grad)
     (found[0] + 0.1 * found[1]).backward()

@@ -4,6 +4,7 @@ They come from the fork server."""
 
 import json
 import os
+import shutil
 import signal
 import sys
 import time
@@ -11,11 +12,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 from te_models.training import TrainConfig, read_metrics, train
 from tests.build import parallel
 from tests.fork_server import CONTEXT
 from tests.ranks import free_port, run_on_ranks
+from tests.training.runs import curve
 
 TRAIN = """
 import sys, torch
@@ -44,6 +47,20 @@ def train_as_one_and_two(one: TrainConfig, folder: Path, layout: str) -> TrainCo
         two = two.replace(data=two.data.replace(gradient_accumulation=1))
     train_on_ranks(two, folder)
     return two
+
+
+def continued_on_two_and_one(alone: TrainConfig, folder: Path, **changes: Any) -> Iterator[tuple[tuple, tuple]]:
+    """Continue one rank's run as two ranks after step 2, and these as one after step 4; yield rows beside its own."""
+    two, one = (alone.replace(output_dir=str(folder / name)) for name in ("two", "one"))
+    for before, after, step in ((alone, two, 2), (two, one, 4)):
+        checkpoint = Path("checkpoints") / f"step-{step:08d}"
+        shutil.copytree(Path(before.output_dir) / checkpoint, Path(after.output_dir) / checkpoint)
+        if after is two:
+            data = two.data.replace(gradient_accumulation=two.data.gradient_accumulation // 2)
+            train_on_ranks(two.replace(data=data, **changes), folder)
+        else:
+            train(one)
+        yield from zip(curve(after), curve(alone)[step:], strict=True)
 
 
 @contextmanager

@@ -259,10 +259,7 @@ DEEPEP = {"expert_model_parallel_size": 2, "expert_dispatch": "deepep"}
     ("changes", "sentence"),
     [
         ({"compile": True}, "compile is True; allowed: False with parallel.expert_dispatch = 'deepep', whose calls"),
-        (
-            {"precision": training.PrecisionConfig(dtype="fp32")},
-            "precision.dtype is 'fp32'; allowed: 'bf16' and 'bf16-mixed'",
-        ),
+        ({"precision": training.PrecisionConfig(dtype="fp32")}, "precision.dtype is 'fp32'; allowed: 'bf16' and 'bf16"),
     ],
 )
 def test_runs_whose_tokens_cannot_travel_by_deep_ep(tmp_path: Path, changes: dict, sentence: str) -> None:

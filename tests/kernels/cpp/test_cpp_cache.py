@@ -56,58 +56,42 @@ def test_files_and_then_their_names_are_on_the_disk(own_cache: Path, monkeypatch
     assert done == [*flushed, ("name", library.name), ("name", library.with_suffix(".sha256").name), ("fsync", "cpp")]
 
 
-def _cut(library: Path, _: Path) -> None:
-    _rewritten(library, lambda data: data[: len(data) // 2])
-
-
-def _flipped(library: Path, _: Path) -> None:
-    _rewritten(library, lambda data: data[:-9] + bytes([data[-9] ^ 1]) + data[-8:])
-
-
-def _empty(library: Path, _: Path) -> None:
-    _rewritten(library, lambda data: b"")
-
-
-def _another(library: Path, other: Path) -> None:
-    shutil.copy(other, library.with_suffix(".new"))
-    library.with_suffix(".new").replace(library)
-
-
 def _link(library: Path, other: Path) -> None:
     shutil.copy(library, other.with_suffix(".copy"))
     library.unlink()
     library.symlink_to(other.with_suffix(".copy"))
 
 
-def _writable(library: Path, _: Path) -> None:
-    library.chmod(0o722)
-
-
-def _digest_cut(library: Path, _: Path) -> None:
-    library.with_suffix(".sha256").write_text("17")
-
-
-def _of_another_user(library: Path, _: Path) -> None:
-    os.chown(library, ANOTHER_USER, -1)
-
-
-def _rewritten(library: Path, change: Callable[[bytes], bytes]) -> None:
+def _rewritten(library: Path, data: bytes) -> None:
     """Under the same name, in another file: this process has the old one in its memory."""
-    library.with_suffix(".new").write_bytes(change(library.read_bytes()))
+    library.with_suffix(".new").write_bytes(data)
     library.with_suffix(".new").chmod(0o700)
     library.with_suffix(".new").replace(library)
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [_cut, _flipped, _empty, _another, _link, _writable, _digest_cut, pytest.param(_of_another_user, marks=as_root)],
-)
-def test_damaged_libraries_are_compiled(own_cache: Path, tmp_path: Path, damage: Callable[[Path, Path], None]) -> None:
+def _flipped(data: bytes) -> bytes:
+    return data[:-9] + bytes([data[-9] ^ 1]) + data[-8:]
+
+
+DAMAGE: dict[str, Callable[[Path, Path], object]] = {
+    "cut": lambda library, _: _rewritten(library, library.read_bytes()[: library.stat().st_size // 2]),
+    "flipped": lambda library, _: _rewritten(library, _flipped(library.read_bytes())),
+    "empty": lambda library, _: _rewritten(library, b""),
+    "another": lambda library, other: _rewritten(library, other.read_bytes()),
+    "link": _link,
+    "writable": lambda library, _: library.chmod(0o722),
+    "digest cut": lambda library, _: library.with_suffix(".sha256").write_text("17"),
+    "of another user": lambda library, _: os.chown(library, ANOTHER_USER, -1),
+}
+
+
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=as_root if "user" in kind else ()) for kind in DAMAGE])
+def test_damaged_libraries_are_compiled(own_cache: Path, tmp_path: Path, kind: str) -> None:
     """A library that is cut ends the process that loads it, and with it a test that does."""
     assert (added(7), added(100)) == (8, 101)
     library, other = library_of(7, own_cache), shutil.move(library_of(100, own_cache), tmp_path / "other.so")
     library_of(100, own_cache).with_suffix(".sha256").unlink()
-    damage(library, other)
+    DAMAGE[kind](library, other)
     forget()
     assert not cpp_cache.intact(library)
     with pytest.warns(RuntimeWarning, match=f"^{library} is not what was written there, and is compiled again$"):
@@ -125,44 +109,23 @@ def test_a_library_without_a_digest_is_compiled_again(own_cache: Path) -> None:
     assert added(7) == 8 and cpp_cache.intact(library_of(7, own_cache))
 
 
-def _all_may_write(folder: Path) -> None:
-    folder.chmod(0o777)
-
-
-def _the_group_may_write(folder: Path) -> None:
-    folder.chmod(0o720)
-
-
-def _all_may_replace(folder: Path) -> None:
-    folder.parent.chmod(0o777)
-
-
-def _belongs_to_another(folder: Path) -> None:
-    os.chown(folder, ANOTHER_USER, -1)
-
-
-def _lies_in_anothers(folder: Path) -> None:
-    os.chown(folder.parent, ANOTHER_USER, -1)
+OPEN: dict[str, Callable[[Path], None]] = {
+    r"others may write to .*cpp \(mode 777; allowed: 700\)": lambda folder: folder.chmod(0o777),
+    r"others may write to .*cpp \(mode 720; allowed: 700\)": lambda folder: folder.chmod(0o720),
+    r"others may replace .*cpp: they may write to .*cache": lambda folder: folder.parent.chmod(0o777),
+}
+OF_ANOTHER_USER: dict[str, Callable[[Path], None]] = {
+    r"cpp belongs to another user \(54321, and this is 0\)": lambda folder: os.chown(folder, ANOTHER_USER, -1),
+    r"others may replace .*cpp: they may write to .*cache": lambda folder: os.chown(folder.parent, ANOTHER_USER, -1),
+}
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        (_all_may_write, r"others may write to .*cpp \(mode 777; allowed: 700\)"),
-        (_the_group_may_write, r"others may write to .*cpp \(mode 720; allowed: 700\)"),
-        (_all_may_replace, r"others may replace .*cpp: they may write to .*cache"),
-        pytest.param(_belongs_to_another, r"cpp belongs to another user \(54321, and this is 0\)", marks=as_root),
-        pytest.param(_lies_in_anothers, r"others may replace .*cpp: they may write to .*cache", marks=as_root),
-    ],
+    ("says", "change"), [*OPEN.items(), *(pytest.param(*case, marks=as_root) for case in OF_ANOTHER_USER.items())]
 )
 @pytest.mark.parametrize("link", [False, True])
 def test_a_folder_that_others_may_write_to_is_not_used(
-    own_cache: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    change: Callable[[Path], None],
-    says: str,
-    link: bool,
+    own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, says: str, change: Callable, link: bool
 ) -> None:
     """It holds a library of the right name, size and digest, which adds another number."""
     assert added(100) == 101
@@ -196,8 +159,8 @@ def test_a_folder_for_temporary_files_may_be_everybodys(own_cache: Path, tmp_pat
     [
         ({"TE_MODELS_CACHE": "cache"}, "^TE_MODELS_CACHE is 'cache'; allowed: an absolute path$"),
         (
-            {"TE_MODELS_CACHE": "~no-such-user/cache"},
-            "^TE_MODELS_CACHE is '~no-such-user/cache'; allowed: an absolute path$",
+            {"TE_MODELS_CACHE": "~no-user/cache"},
+            "^TE_MODELS_CACHE is '~no-user/cache'; allowed: an absolute path$",
         ),
         ({"TE_MODELS_CACHE": "", "HOME": "home"}, "^there is no home directory"),
     ],

@@ -112,10 +112,8 @@ def test_what_is_in_the_way_is_one_sentence(own_cache: Path, tmp_path: Path, mon
     assert libraries(own_cache) == 0
     monkeypatch.setenv("CXX", "no-such-compiler --fast")
     cpp_library._command.cache_clear()
-    with (
-        pytest.raises(cpp_library.CompilationError, match=r"^there is no C\+\+ compiler$"),
-        pytest.warns(RuntimeWarning, match=r"there is no C\+\+ compiler$"),
-    ):
+    reason = r"^there is no C\+\+ compiler$"
+    with pytest.raises(cpp_library.CompilationError, match=reason), pytest.warns(RuntimeWarning, match=reason[1:]):
         added(1)
     assert not is_cached({"ADDED": "1"})
 

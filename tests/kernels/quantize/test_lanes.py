@@ -104,13 +104,8 @@ def test_every_byte_times_every_kind_of_scale(dtype: torch.dtype) -> None:
             grid = [-(-size // length) for size, length in zip(data.shape, block, strict=True)]
             payload = torch.full(grid, 0x7FFFFFFF, dtype=torch.int32).view(F32)  # a NaN that rounding would carry over
             exponents = torch.randint(-140, 121, grid, generator=generator).float()
-            for scales in (
-                exponents.exp2(),
-                exponents.exp(),
-                -torch.rand(grid),
-                torch.full(grid, float("nan")),
-                payload,
-            ):
+            nan = torch.full(grid, float("nan"))
+            for scales in (exponents.exp2(), exponents.exp(), -torch.rand(grid), nan, payload):
                 wanted = (data.float() * per_element(scales, block, *data.shape)).to(dtype)
                 assert_same(fields.decode_fp8_blocks(data, scales, block, dtype), wanted)
                 if block[0] == 1:

@@ -10,22 +10,17 @@ from functorch.compile import make_boxed_func
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint
+from torch.utils.checkpoint import checkpoint
 
 import te_models.layers as te
 from te_models.layers.module.model_state import quantized_modules
 from tests.compare import Operations
+from tests.layers.gemm.test_recomputation import everything
 from tests.layers.matrix_recipes import NAMES, fresh
 
 PRODUCTS = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
 COUNTED = [*PRODUCTS, torch.ops.te_models.gemm_float32.default]
 BF16 = torch.bfloat16
-
-
-def everything(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Keep all results, those of the bookkeeping included."""
-    written = op._schema.is_mutable or any(r.alias_info for r in op._schema.returns)
-    return CheckpointPolicy.PREFER_RECOMPUTE if written else CheckpointPolicy.MUST_SAVE
 
 
 SAVED: dict[str, Any] = {"nothing": None, "products": PRODUCTS, "everything": everything}

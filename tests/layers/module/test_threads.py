@@ -178,12 +178,8 @@ def test_recipes_with_state_with_a_model_for_each_thread(compiled: bool) -> None
 
 
 def test_a_thread_begins_with_nothing_in_force() -> None:
-    with (
-        te.autocast(recipe=MXFP8),
-        te.quantized_model_init(recipe=CURRENT),
-        te.microbatch(first=True),
-        te.collect_statistics(),
-    ):
+    stored = te.quantized_model_init(recipe=CURRENT)
+    with te.autocast(recipe=MXFP8), stored, te.microbatch(first=True), te.collect_statistics():
         found = in_a_thread(lambda: (te.current_recipe(), te.storage_recipe(), vars(state())))
         assert found == (None, None, vars(type(state())()))
         assert type(in_a_thread(lambda: te.Linear(32, 32)).weight) is nn.Parameter

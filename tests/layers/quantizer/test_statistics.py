@@ -6,14 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from te_models.layers.quantizer import (
-    Float8BlockQuantizer,
-    Float8CurrentScalingQuantizer,
-    HybridQuantizer,
-    IdentityQuantizer,
-    MXFP8Quantizer,
-    NVFP4Quantizer,
-)
+from te_models.layers import quantizer as q
 from te_models.layers.quantizer.delayed import Float8Quantizer
 from tests.layers import emulation as em
 from tests.layers import emulation_nvfp4 as em4
@@ -49,16 +42,16 @@ def fp4_scales(x: np.ndarray, overflow: float) -> tuple[np.ndarray, tuple[int, i
 
 
 CASES = {
-    "tensor": (Float8CurrentScalingQuantizer(), tensor_scales, em.E4M3),
-    "1x128": (Float8BlockQuantizer(block_scaling_dim=1), fp8_scales((1, 128), pow2=True), em.E4M3),
+    "tensor": (q.Float8CurrentScalingQuantizer(), tensor_scales, em.E4M3),
+    "1x128": (q.Float8BlockQuantizer(block_scaling_dim=1), fp8_scales((1, 128), pow2=True), em.E4M3),
     "128x128": (
-        Float8BlockQuantizer(force_pow_2_scales=False, amax_epsilon=0.1),
+        q.Float8BlockQuantizer(force_pow_2_scales=False, amax_epsilon=0.1),
         fp8_scales((128, 128), epsilon=0.1),
         em.E4M3,
     ),
-    "1x32": (MXFP8Quantizer(fp8_dtype=torch.float8_e5m2), mx_scales, em.E5M2),
-    "hybrid": (HybridQuantizer(rowwise_quantizer=MXFP8Quantizer(fp8_dtype=torch.float8_e5m2)), mx_scales, em.E5M2),
-    "1x16": (NVFP4Quantizer(), fp4_scales, em4.E2M1),
+    "1x32": (q.MXFP8Quantizer(fp8_dtype=torch.float8_e5m2), mx_scales, em.E5M2),
+    "hybrid": (q.HybridQuantizer(rowwise_quantizer=q.MXFP8Quantizer(fp8_dtype=torch.float8_e5m2)), mx_scales, em.E5M2),
+    "1x16": (q.NVFP4Quantizer(), fp4_scales, em4.E2M1),
     "live": (Float8Quantizer(torch.tensor(300.0), None, torch.float8_e4m3fn), live_scale, em.E4M3),
 }
 
@@ -106,13 +99,13 @@ def test_known_counts() -> None:
 
 @pytest.mark.parametrize("shape", [(0, 16), (16, 0)])
 def test_an_empty_tensor(shape: tuple[int, int]) -> None:
-    for quantizer in (*(case[0] for case in CASES.values()), IdentityQuantizer()):
+    for quantizer in (*(case[0] for case in CASES.values()), q.IdentityQuantizer()):
         found = {k: v.item() for k, v in quantizer.statistics(torch.empty(shape)).items()}
         assert found == {"amax": 0, "scale_min": 1, "scale_max": 1, "underflow": 0, "saturation": 0}
 
 
 def test_high_precision_loses_nothing() -> None:
-    found = IdentityQuantizer().statistics(torch.tensor([[1e-40, -3e38]]))
+    found = q.IdentityQuantizer().statistics(torch.tensor([[1e-40, -3e38]]))
     expected = {"amax": 3e38, "scale_min": 1, "scale_max": 1, "underflow": 0, "saturation": 0}
     assert {k: v.item() for k, v in found.items()} == pytest.approx(expected)
 
@@ -120,7 +113,7 @@ def test_high_precision_loses_nothing() -> None:
 def test_nan_shows_in_amax_and_is_neither_lost_nor_clamped() -> None:
     x = torch.ones(16, 16)
     x[0, 0] = torch.nan
-    for quantizer in (MXFP8Quantizer(), Float8CurrentScalingQuantizer(), NVFP4Quantizer()):
+    for quantizer in (q.MXFP8Quantizer(), q.Float8CurrentScalingQuantizer(), q.NVFP4Quantizer()):
         found = quantizer.statistics(x)
         assert found["amax"].isnan() and found["underflow"] == 0
         assert found["saturation"] == 0

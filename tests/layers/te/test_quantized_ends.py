@@ -92,12 +92,13 @@ def test_delayed_scaling_has_a_history_of_outputs_and_input_gradients() -> None:
             expected = plain(parts[1])
         y.backward(dy)
         expected.backward(dy)
-        for found, values, scale, dtype in (
-            (y, expected, outputs[-1], torch.float8_e4m3fn),
-            (parts[0].grad, parts[1].grad, gradients[-1], torch.float8_e5m2),
-        ):
+        ends = (
+            (y, expected, outputs, torch.float8_e4m3fn),
+            (parts[0].grad, parts[1].grad, gradients, torch.float8_e5m2),
+        )
+        for found, values, scales, dtype in ends:
             assert isinstance(found, te.Float8Tensor) and found.quantizer.fp8_dtype == dtype
-            live = te.Float8Quantizer(torch.tensor(scale), None, dtype)
+            live = te.Float8Quantizer(torch.tensor(scales[-1]), None, dtype)
             torch.testing.assert_close(found.dequantize(), live.quantize(values.detach()).dequantize(), rtol=0, atol=0)
         te.update_delayed_scaling([layer, plain])
         amaxes.append((expected.abs().max().item(), parts[1].grad.abs().max().item()))
@@ -128,8 +129,6 @@ def test_compiled(name: str) -> None:
                 y = function(x, fp8_output=True)
         found.append(y.dequantize())
     assert torch.equal(*found) and (name != "delayed" or layer.fp8_outer_scale[0] != 1)
-    with (
-        te.autocast(recipe=recipe),
-        pytest.raises(Exception, match="fp8_grad is True in a compiled function, out of whose graph torch"),
-    ):
+    said = "fp8_grad is True in a compiled function, out of whose graph torch"
+    with te.autocast(recipe=recipe), pytest.raises(Exception, match=said):
         compiled(x.clone().requires_grad_(), fp8_grad=True)

@@ -158,13 +158,10 @@ def test_the_same_dtype_is_no_conversion(quantized: te.QuantizedTensor) -> None:
 def test_new_tensors_of_another_dtype_are_plain(quantized: te.QuantizedTensor) -> None:
     """What a float32 master of a bfloat16 weight is allocated with."""
     half = in_dtype(quantized, torch.bfloat16)
-    for new in (
-        torch.empty_like(half, dtype=torch.float32),
-        torch.zeros_like(half, dtype=torch.float32),
-        half.new_empty(half.shape, dtype=torch.float32),
-        half.new_zeros(half.shape, dtype=torch.float32),
-        torch.empty_like(half, dtype=torch.float32, device="meta"),
-    ):
+    options = {"dtype": torch.float32}
+    empty, zeros = half.new_empty(half.shape, **options), half.new_zeros(half.shape, **options)
+    meta = torch.empty_like(half, device="meta", **options)
+    for new in (empty, zeros, meta, torch.empty_like(half, **options), torch.zeros_like(half, **options)):
         assert type(new) is torch.Tensor and new.dtype is torch.float32 and new.shape == half.shape
     assert type(torch.empty_like(half)) is type(torch.empty_like(half, dtype=torch.bfloat16)) is type(half)
     assert torch.equal(torch.empty_like(half, dtype=torch.float32).copy_(half), half.dequantize(torch.float32))

@@ -25,9 +25,7 @@ def test_sizes_and_positions() -> None:
     assert BatchSize(windows=16, multiple=4).micro_batches() == [4]
     with pytest.raises(ConfigError, match=r"rampup_batch_size is \[4, 5, 60\]; allowed: a start below the 16 windows"):
         BatchSize(windows=16, ramp=(4, 5, 60))
-    with pytest.raises(
-        ConfigError, match=r"rampup_batch_size is \[2, 2, 60\]; allowed: .* multiples of 4, the windows"
-    ):
+    with pytest.raises(ConfigError, match=r"rampup_batch_size is \[2, 2, 60\]; .* multiples of 4, the windows"):
         BatchSize(windows=16, multiple=4, ramp=(2, 2, 60))
 
 

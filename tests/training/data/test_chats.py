@@ -46,9 +46,7 @@ def test_rows_of_a_chat_that_the_template_rewrites(tmp_path: Path) -> None:
 def test_answers_without_an_end_are_said_and_can_get_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tokenizer = make_folder(tmp_path / "t", "byte-level", "without end")
     path = rows(tmp_path / "a.jsonl", CHAT, CHAT[:2])
-    with pytest.warns(
-        UserWarning, match=r"ends 3 answers in .* with no token, .*; data.add_eos_token = true \(--add-eos"
-    ):
+    with pytest.warns(UserWarning, match=r"ends 3 answers in .* with no token, .*; data.add_eos_token = true"):
         build_dataset(tmp_path / "d", [path], str(tmp_path / "t"), messages_field="messages")
     words = ["tokenize", str(path), "--tokenizer", str(tmp_path / "t"), "--output", str(tmp_path / "e"), "--format"]
     assert main([*words, "messages", "--add-eos-token", "--json"]) == 0

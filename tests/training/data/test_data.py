@@ -84,9 +84,7 @@ def test_a_tokenizer_that_cuts_and_fills_up_texts_reads_all_of_them(tmp_path: Pa
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "a.txt").write_text("a b c a b c a")
     (tmp_path / "b.txt").write_text("b b")
-    with pytest.raises(
-        DataError, match=r"names no token that ends a text \(eos_token\), so that documents would run tog"
-    ):
+    with pytest.raises(DataError, match=r"names no token that ends a text \(eos_token\), so that documents"):
         build_dataset(tmp_path / "d", [tmp_path / "*.txt"], str(tmp_path))
     options = DocumentOptions(add_eos_token=False)
     dataset = build_dataset(tmp_path / "d", [tmp_path / "*.txt"], str(tmp_path), options=options)

@@ -66,9 +66,7 @@ def test_a_run_does_not_continue_on_other_data(tmp_path: Path) -> None:
     change(data, 5, b"\x01\0")  # the same size, another content
     refused(lambda: train(config), "tokens.bin is not what was built", error=DataError)
     without_digest(data)
-    with pytest.raises(
-        DataError, match=r"cannot continue from step 1: .*data holds other tokens than the steps before"
-    ):
+    with pytest.raises(DataError, match=r"cannot continue from step 1: .*data holds other tokens than the"):
         train(config)
     shutil.rmtree(data)  # built again, from the same text
     train(config)

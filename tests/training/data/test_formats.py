@@ -196,8 +196,6 @@ def test_that_pairs_are_learned_by_half_is_said_once(tmp_path: Path) -> None:
     rows = tmp_path / "a.jsonl"
     rows.write_text('{"prompt": "a", "good": "b", "rejected": "c"}\n' * 2)
     options = DocumentOptions(format="preference", fields=("chosen=good",))
-    with pytest.warns(
-        UserWarning, match="learns 'good' of preference pairs, .* nothing of 'rejected'; data.format"
-    ) as told:
+    with pytest.warns(UserWarning, match="learns 'good' of preference pairs, .* nothing of 'rejected'; data") as told:
         data = build_dataset(tmp_path / "d", [rows], "bytes", options=options)
     assert len(told) == 1 and data.tokens.tolist() == [*b"ab", 256] * 2

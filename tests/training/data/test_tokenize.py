@@ -366,10 +366,7 @@ def test_chats_that_cannot_be_used_are_named(tmp_path: Path) -> None:
     cases = [
         ({"messages": []}, "messages is empty; allowed: a list of messages"),
         ({"messages": "hi"}, "messages is a str; allowed"),
-        (
-            {"messages": [{"role": "user"}]},
-            r"messages\[0\] has no content; allowed: text, or tool_calls in place of it",
-        ),
+        ({"messages": [{"role": "user"}]}, r"messages\[0\] has no content; allowed: text, or tool_calls in place of"),
         ({"messages": MESSAGES[:1]}, "messages has no message of the assistant"),
         ({"messages": MESSAGES}, "the chat template of .* cannot be used: .*roles must alternate"),
     ]

@@ -23,11 +23,7 @@ FORMULAS = [
 ]
 FALLING = [  # to zero, over a tenth of the steps by default
     ({"warmup_steps": 5, "decay_steps": 10}, range(4, 30), lambda step: 2.0 * min(1, 1 - (step - 19) / 10)),
-    (
-        {"decay_steps": 10, "lr_wsd_decay_style": "minus_sqrt"},
-        range(20, 30),
-        lambda s: 2 - 2 * math.sqrt((s - 19) / 10),
-    ),
+    ({"lr_wsd_decay_style": "minus_sqrt", "decay_steps": 10}, range(20, 30), lambda s: 2 - 2 * ((s - 19) / 10) ** 0.5),
     ({}, range(100), lambda step: 2.0 * min(1, 1 - (step - 89) / 10)),
 ]
 FORMULAS += [({"kind": "wsd", "min_lr_ratio": 0.0} | schedule, *rest) for schedule, *rest in FALLING]

@@ -24,7 +24,7 @@ from te_models.training.ranks.data_parallel import (
 from tests.compare import refused
 from tests.ranks import run_on_ranks
 from tests.training.edited import edit_tensors, seal
-from tests.training.processes import train_on_ranks
+from tests.training.processes import continued_on_two_and_one, train_on_ranks
 from tests.training.runs import assert_same_bits, curve, tensors_under, tiny_model, tiny_run
 
 
@@ -68,17 +68,9 @@ def test_another_number_of_ranks_continues(tmp_path: Path, recipe: str) -> None:
     precision = PrecisionConfig(dtype="fp32" if recipe == "none" else "bf16", recipe=recipe)
     alone = tiny_run(tmp_path, "alone", moe=False, steps=6, precision=precision)
     train(alone)
-    two, one = (alone.replace(output_dir=str(tmp_path / name)) for name in ("two", "one"))
-    for before, after, step in ((alone, two, 2), (two, one, 4)):
-        checkpoint = Path("checkpoints") / f"step-{step:08d}"
-        shutil.copytree(Path(before.output_dir) / checkpoint, Path(after.output_dir) / checkpoint)
-        if after is two:
-            train_on_ranks(two.replace(data=two.data.replace(gradient_accumulation=1)), tmp_path)
-        else:
-            train(one)
-        for row, expected in zip(curve(after), curve(alone)[step:], strict=True):
-            assert row[5] == expected[5]
-            assert row[1] == pytest.approx(expected[1], rel=1e-5 if recipe == "none" else 2e-3)
+    for row, expected in continued_on_two_and_one(alone, tmp_path):
+        assert row[5] == expected[5]
+        assert row[1] == pytest.approx(expected[1], rel=1e-5 if recipe == "none" else 2e-3)
 
 
 def test_a_rank_that_the_checkpoint_does_not_know_takes_scales_and_no_random_numbers() -> None:

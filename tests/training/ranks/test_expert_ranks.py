@@ -1,6 +1,5 @@
 """Training with experts distributed over ranks equals training on one rank, and continues bit for bit."""
 
-import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +13,7 @@ from te_models.parallel import ParallelDims
 from te_models.training.ranks.data_parallel import Ranks
 from te_models.training.ranks.experts import ExpertRanks
 from te_models.training.ranks.reduction import reduce_gradients
-from tests.training.processes import train_on_ranks
+from tests.training.processes import continued_on_two_and_one, train_on_ranks
 from tests.training.runs import assert_same_bits, curve, rows_of, tensors_under, tiny_run
 
 JOIN = """
@@ -113,15 +112,6 @@ def test_a_run_continues_with_another_distribution(tmp_path: Path) -> None:
     """One rank for two steps, then two that share the experts, then one again."""
     alone = run_of(tmp_path, "alone", 4, steps=6)
     training.train(alone)
-    two, one = (alone.replace(output_dir=str(tmp_path / name)) for name in ("two", "one"))
-    for before, after, step in ((alone, two, 2), (two, one, 4)):
-        checkpoint = Path("checkpoints") / f"step-{step:08d}"
-        shutil.copytree(Path(before.output_dir) / checkpoint, Path(after.output_dir) / checkpoint)
-        if after is two:
-            data = two.data.replace(gradient_accumulation=2)
-            train_on_ranks(two.replace(data=data, parallel=DISTRIBUTED), tmp_path)
-        else:
-            training.train(one)
-        for row, expected in zip(curve(after), curve(alone)[step:], strict=True):
-            assert row[1] == pytest.approx(expected[1], rel=1e-5)
-            assert row[4] == pytest.approx(expected[4], rel=1e-4)
+    for row, expected in continued_on_two_and_one(alone, tmp_path, parallel=DISTRIBUTED):
+        assert row[1] == pytest.approx(expected[1], rel=1e-5)
+        assert row[4] == pytest.approx(expected[4], rel=1e-4)

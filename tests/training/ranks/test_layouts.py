@@ -268,9 +268,8 @@ def test_averages_are_those_of_one_rank(case: Case, runs: Runs) -> None:
         GPTModel.from_pretrained(runs.output_dir(its) / name)
         for its, name in ((case, "final-ema"), (case.reference(), "final-ema"), (case, "final"))
     )
-    for (name, average), expected, weight in zip(
-        found.named_parameters(), right.parameters(), last.parameters(), strict=True
-    ):
+    others = right.parameters(), last.parameters()
+    for (name, average), expected, weight in zip(found.named_parameters(), *others, strict=True):
         assert average.dtype is torch.float32 and average.shape == expected.shape, name
         assert (average - expected).abs().max() <= 4e-3, name
         assert torch.equal(average, weight) == name.startswith("embedding."), name

@@ -79,11 +79,9 @@ def trained(folder: Path, name: str, *, moe: bool = False, limit: int = 1, **opt
 @pytest.mark.parametrize("moe", [False, True])
 def test_a_step_that_reduces_once_has_the_numbers_of_whole_parameters(tmp_path: Path, moe: bool, dtype: str) -> None:
     """A step reduces once, and gives the numbers of whole parameters."""
-    shards = {"data_parallel_shard_size": 2}
-    each, many = trained(
-        tmp_path, f"each {moe} {dtype}", moe=moe, dtype=dtype, reduce_gradients="micro_batch", **shards
-    )
-    once, few = trained(tmp_path, f"once {moe} {dtype}", moe=moe, dtype=dtype, reduce_gradients="step", **shards)
+    run = partial(trained, tmp_path, moe=moe, dtype=dtype, data_parallel_shard_size=2)
+    each, many = run(f"each {moe} {dtype}", reduce_gradients="micro_batch")
+    once, few = run(f"once {moe} {dtype}", reduce_gradients="step")
     assert many.calls["reduce_scatter"] == 4 * few.calls["reduce_scatter"] > 0
     if dist.get_rank():
         return
@@ -93,16 +91,13 @@ def test_a_step_that_reduces_once_has_the_numbers_of_whole_parameters(tmp_path: 
         assert row[4] == pytest.approx(right[4], rel=10 * close)
 
 
+RUNS = [(False, "fp32", {}), (False, "bf16", {}), (True, "fp32", {}), (True, "bf16", {})]
+RUNS += [(True, "fp32", {"expert_model_parallel_size": 2})]
+
+
 @on_ranks(2)
 @pytest.mark.sentinels("False-bf16-sizes1")
-@pytest.mark.parametrize(
-    ("moe", "dtype", "sizes"),
-    [
-        *((moe, dtype, {}) for moe in (False, True) for dtype in ("fp32", "bf16")),
-        (True, "fp32", {"expert_model_parallel_size": 2}),
-        (True, "fp32", {"context_parallel_size": 2}),
-    ],
-)
+@pytest.mark.parametrize(("moe", "dtype", "sizes"), [*RUNS, (True, "fp32", {"context_parallel_size": 2})])
 def test_small_buckets_and_one_at_the_end_agree(tmp_path: Path, moe: bool, dtype: str, sizes: dict[str, int]) -> None:
     """Small buckets are summed while the backward pass runs, and one at the end gives the same bits."""
     one, late = trained(tmp_path, f"one {moe} {dtype}", moe=moe, dtype=dtype, limit=2**40, **sizes)
@@ -126,24 +121,14 @@ def test_sharded_parameters_reduced_once_equal_whole_ones(tmp_path: Path) -> Non
 
 @on_ranks(2)
 @pytest.mark.sentinels("False-fp32-sizes0", "False-bf16-sizes1")
-@pytest.mark.parametrize(
-    ("moe", "dtype", "sizes"),
-    [
-        *((moe, dtype, {}) for moe in (False, True) for dtype in ("fp32", "bf16")),
-        (True, "fp32", {"expert_model_parallel_size": 2}),
-        (False, "fp32", {"context_parallel_size": 2}),
-    ],
-)
+@pytest.mark.parametrize(("moe", "dtype", "sizes"), [*RUNS, (False, "fp32", {"context_parallel_size": 2})])
 def test_ranks_receive_the_sums_they_update_by(tmp_path: Path, moe: bool, dtype: str, sizes: dict[str, int]) -> None:
     """Half of the bytes, beside the row that fills up 257 words, and all bits; a norm of parts within its rounding."""
-    whole, all_ = trained(tmp_path, "whole", moe=moe, dtype=dtype, clip_grad_norm=None, **sizes)
-    shared, own = trained(
-        tmp_path, "shared", moe=moe, dtype=dtype, clip_grad_norm=None, use_distributed_optimizer=True, **sizes
-    )
-    clipped, _ = trained(tmp_path, "clipped", moe=moe, dtype=dtype, clip_grad_norm=0.1, **sizes)
-    both, early = trained(
-        tmp_path, "both", moe=moe, dtype=dtype, clip_grad_norm=0.1, use_distributed_optimizer=True, **sizes
-    )
+    run = partial(trained, tmp_path, moe=moe, dtype=dtype, **sizes)
+    whole, all_ = run("whole", clip_grad_norm=None)
+    shared, own = run("shared", clip_grad_norm=None, use_distributed_optimizer=True)
+    clipped, _ = run("clipped", clip_grad_norm=0.1)
+    both, early = run("both", clip_grad_norm=0.1, use_distributed_optimizer=True)
     assert own.calls["all_reduce"] == 0 and early.inside > early.calls["reduce_scatter"] // 2 > 0
     assert 0.5 <= own.received["reduce_scatter"] / all_.received["all_reduce"] < 0.51
     if dist.get_rank() == 0:

@@ -137,19 +137,11 @@ def returning(computed=None, gradients=None, **members) -> ops.BasicOperation:
     [
         (returning(lambda x: 2 * x), TypeError, "forward pass of Mine returned a Tensor; allowed: a Computed"),
         (returning(NUM_EXTRA_OUTPUTS=1), ValueError, "returned 0 extra outputs; Mine declares NUM_EXTRA_OUTPUTS = 1"),
-        (
-            returning(lambda x: ops.Computed(x, extra_outputs=(x + 1,))),
-            ValueError,
-            "returned 1 extra outputs; Mine dec",
-        ),
+        (returning(lambda x: ops.Computed(x, extra_outputs=(x + 1,))), ValueError, "1 extra outputs; Mine declares"),
         (returning(None, lambda dy: 2 * dy), TypeError, "backward pass of Mine returned a Tensor; allowed: a Grad"),
         (returning(None, lambda dy: ops.Gradients(None)), ValueError, "Mine returned no gradient of its input, which"),
         (returning(None, lambda dy: ops.Gradients(dy, (dy,))), ValueError, "gradients of 1 parameters; Mine has 0"),
-        (
-            returning(None, lambda dy: ops.Gradients(dy, extra_inputs=(dy,))),
-            ValueError,
-            "of 1 extra inputs; Mine has 0",
-        ),
+        (returning(None, lambda dy: ops.Gradients(dy, extra_inputs=(dy,))), ValueError, "1 extra inputs; Mine has 0"),
     ],
 )
 def test_what_an_operation_returns_is_what_it_declares(mine, error: type, message: str) -> None:

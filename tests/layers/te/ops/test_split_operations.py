@@ -75,10 +75,7 @@ def test_options_are_taken_and_refused() -> None:
     assert Tracker.entered == 1 and layer.weight.shape == (FFN // RANKS, HIDDEN) and layer.bias.shape == (FFN // RANKS,)
     assert layer.weight.tensor_model_parallel and layer.weight.partition_dim == 0
     for options, sentence in (
-        (
-            {"userbuffers_options": {"name": "qkv"}},
-            "userbuffers_options is {'name': 'qkv'}, which this library does not",
-        ),
+        ({"userbuffers_options": {"name": "qkv"}}, "userbuffers_options is {'name': 'qkv'}, which this library does n"),
         ({"tensor_parallel_mode": "both"}, "parallel_mode is 'both'; allowed: None, 'column', 'row'"),
     ):
         refused(lambda options=options: ops.BasicLinear(HIDDEN, FFN, **options), sentence)
