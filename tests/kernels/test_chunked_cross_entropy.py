@@ -15,6 +15,8 @@ from te_models.kernels.cross_entropy import (
 )
 from tests.kernels.test_cross_entropy import UNIT, exact_loss, inputs
 
+COMPILED = torch.compile(linear_cross_entropy, fullgraph=True, backend="aot_eager")
+
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -30,9 +32,7 @@ def test_values_and_gradients(monkeypatch, chunk_tokens, with_bias, multiplier, 
     bias = bias if with_bias else None
     leaves = [t.clone().requires_grad_() for t in (x, weight, bias) if t is not None]
     options = {"multiplier": multiplier, "softcap": softcap, "chunk_tokens": chunk_tokens}
-    function = linear_cross_entropy
-    if compiled:
-        function = torch.compile(linear_cross_entropy, fullgraph=True, backend="aot_eager")
+    function = COMPILED if compiled else linear_cross_entropy
     loss = function(leaves[0], leaves[1], labels, leaves[2] if with_bias else None, **options)
     assert loss.dtype == torch.float32
     (loss / 3).backward()
@@ -120,12 +120,9 @@ def test_logits_are_never_whole(compiled, monkeypatch) -> None:
     monkeypatch.setattr(rows, "_STEP_ELEMENTS", 4096)
     x, weight, _, labels = inputs(64, 2, 4096, torch.bfloat16)
     x.requires_grad_(), weight.requires_grad_()
-    function = linear_cross_entropy
-    if compiled:
-        function = torch.compile(linear_cross_entropy, fullgraph=True, backend="aot_eager")
     whole = 64 * 4096 * 2
     for chunk_tokens, low, high in ((None, whole, 4 * whole), (4, whole // 16, whole // 4)):
-        run = linear_cross_entropy if chunk_tokens is None else function
+        run = COMPILED if compiled and chunk_tokens else linear_cross_entropy
         run(x, weight, labels, chunk_tokens=chunk_tokens).backward()  # compile first
         largest = largest_allocation(lambda: run(x, weight, labels, chunk_tokens=chunk_tokens).backward())  # noqa: B023
         assert low <= largest < high
@@ -166,9 +163,7 @@ def test_a_main_gradient_gets_the_unrounded_sum(chunk_tokens: int | None, compil
     """The loss and the other gradients stay as they are."""
     x, weight, bias, labels = inputs(63, 32, 97, torch.bfloat16)
     options = {"multiplier": 0.5, "softcap": 3.0, "chunk_tokens": chunk_tokens}
-    function = linear_cross_entropy
-    if compiled:
-        function = torch.compile(linear_cross_entropy, fullgraph=True, backend="aot_eager")
+    function = COMPILED if compiled else linear_cross_entropy
     main_grad, results = torch.ones(97, 32), []
     for given in (None, main_grad):
         leaves = [t.clone().requires_grad_() for t in (x, weight, bias)]

@@ -100,10 +100,9 @@ def clipped_run(tmp_path: Path, name: str = "run", **changes: Any) -> Any:
 
 def test_a_run_tells_and_limits_its_largest_logit(tmp_path: Path) -> None:
     runs = {threshold: clipped_run(tmp_path, f"at-{threshold}", threshold=threshold) for threshold in (0.05, 1e9)}
-    rows = {}
-    for threshold, run in runs.items():
+    for run in runs.values():
         train(run)
-        rows[threshold] = rows_of(run)
+    rows = {threshold: rows_of(run) for threshold, run in runs.items()}
     assert all(row["clipped_heads"] == 0 for row in rows[1e9]) and rows[0.05][0]["clipped_heads"] > 0
     assert rows[0.05][0]["max_attention_logit"] == rows[1e9][0]["max_attention_logit"]
     assert rows[0.05][-1]["max_attention_logit"] < rows[1e9][-1]["max_attention_logit"]
@@ -138,9 +137,8 @@ def test_a_compiled_run_clips_what_an_eager_one_clips(recomputed: bool, tmp_path
 
 
 def test_mixers_without_logits_are_refused_by_name(tmp_path: Path) -> None:
-    sparse = tiny_model().replace(
-        mixers={"scan": Mamba2Config(num_heads=4, head_dim=16)}, layer_mixers=("scan", "attention")
-    )
+    mixers = {"scan": Mamba2Config(num_heads=4, head_dim=16)}
+    sparse = tiny_model().replace(mixers=mixers, layer_mixers=("scan", "attention"))
     with pytest.raises(ConfigError, match=r"layer 0 has the mixer Mamba2, which has no attention logits"):
         check_qk_clip(sparse)
     normed = tiny_model().replace(attention=AttentionConfig(num_attention_heads=4, qk_layernorm="head"))

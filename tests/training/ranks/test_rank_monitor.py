@@ -21,11 +21,8 @@ pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="th
 @pytest.mark.parametrize(
     ("ranks", "gone", "signum", "minutes"),
     [
-        (3, 1, signal.SIGSTOP, 3 / 60),
-        (3, 1, signal.SIGKILL, 3 / 60),
-        (2, 0, signal.SIGSTOP, 3 / 60),
-        (4, 0, signal.SIGKILL, 600.0),
-        (4, 2, signal.SIGKILL, 600.0),
+        *((3, 1, signal.SIGSTOP, 3 / 60), (3, 1, signal.SIGKILL, 3 / 60), (2, 0, signal.SIGSTOP, 3 / 60)),
+        *((4, 0, signal.SIGKILL, 600.0), (4, 2, signal.SIGKILL, 600.0)),
     ],
 )
 def test_a_rank_gone_ends_the_others(
