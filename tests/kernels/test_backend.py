@@ -91,8 +91,7 @@ def test_the_definition_computes_what_a_library_cannot(name: str, op: Compiled) 
 
 def test_settings_that_are_none() -> None:
     for call in (lambda: backend.set_backend("fast"), lambda: using_backend("fast").__enter__()):
-        with pytest.raises(BackendError, match="the backend is 'fast'; allowed: auto, definition, compiled"):
-            call()
+        refused(call, "the backend is 'fast'; allowed: auto, definition, compiled", error=BackendError)
     code = "from te_models.kernels.backend import backend\ntry:\n print(backend())\nexcept ValueError as e:\n print(e)"
     for value, said in (
         ("definition", "definition"),

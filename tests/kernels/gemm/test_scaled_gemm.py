@@ -161,8 +161,7 @@ def test_accumulation(grad: torch.dtype) -> None:
     assert_within(main_grad, a, b)
     gemm.scaled_gemm_accumulate_(main_grad.fill_(float("nan")), left, right, accumulate=False)
     assert_within(main_grad, exact(left), exact(right))
-    with pytest.raises(ValueError, match=r"main_grad is \(12, 9\)"):
-        gemm.scaled_gemm_accumulate_(main_grad.mT, left, right)
+    refused(lambda: gemm.scaled_gemm_accumulate_(main_grad.mT, left, right), "main_grad is (12, 9)")
 
 
 @pytest.mark.parametrize("sides", ALL)

@@ -35,10 +35,15 @@ def emulations() -> int:
     return sum(count for (_, backend), count in gemm_counts().items() if backend == "emulation")
 
 
-def step(kind: str, recipe: layers.Recipe, device: torch.device, main_grad: Tensor | None) -> list[Tensor]:
-    """Return output and gradients of one layer, and its main gradient if it has one."""
+def assert_close(found: list[Tensor], expected: list[Tensor]) -> None:
+    for got, want in zip(found, expected, strict=True):
+        assert (got.cpu().float() - want.float()).norm() <= 2.0**-7 * want.float().norm()
+
+
+def step(kind: str, recipe: layers.Recipe, device: torch.device, accumulate: bool) -> list[Tensor]:
+    """Return output and gradients of one layer, the weight's added to a main gradient of ones or not."""
     generator = torch.Generator().manual_seed(0)
-    fused = {"fuse_wgrad_accumulation": main_grad is not None, "params_dtype": torch.bfloat16, "device": device}
+    fused = {"fuse_wgrad_accumulation": accumulate, "params_dtype": torch.bfloat16, "device": device}
     if kind == "Linear":
         module = layers.Linear(INNER, OUTER, bias=False, **fused)
     else:
@@ -47,15 +52,15 @@ def step(kind: str, recipe: layers.Recipe, device: torch.device, main_grad: Tens
     (weight,) = module.parameters()
     with torch.no_grad():
         weight.copy_(torch.randn(weight.shape, generator=generator) / 8)
-    if main_grad is not None:
-        weight.main_grad = main_grad
+    if accumulate:
+        weight.main_grad = torch.ones_like(weight, dtype=torch.float32)
     x = torch.randn(ROWS, INNER, generator=generator).bfloat16().to(device).requires_grad_()
     arguments = () if kind == "Linear" else (torch.tensor(SPLITS, device=device),)
     with layers.autocast(recipe=recipe):
         y = module(x, *arguments)
     y.backward(torch.randn(y.shape, generator=generator).bfloat16().to(device))
     assert x.grad is not None
-    dw = weight.grad if main_grad is None else main_grad
+    dw = weight.main_grad if accumulate else weight.grad
     assert dw is not None
     return [y.detach(), x.grad, dw]
 
@@ -68,20 +73,14 @@ def step(kind: str, recipe: layers.Recipe, device: torch.device, main_grad: Tens
 def test_quantized_numbers_reach_the_kernels(
     recipe: str, kind: str, accumulate: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def main_grad(where: torch.device) -> Tensor | None:
-        shape = (OUTER, INNER) if kind == "Linear" else (len(SPLITS), OUTER, INNER)
-        return torch.ones(shape, device=where) if accumulate else None
-
-    cpu = torch.device("cpu")
-    expected = step(kind, RECIPES[recipe], cpu, main_grad(cpu))
+    expected = step(kind, RECIPES[recipe], torch.device("cpu"), accumulate)
     if device.type == "cpu":
         gemms_as_on_a_gpu(monkeypatch)
     reset_gemm_counts()
-    found = step(kind, RECIPES[recipe], device, main_grad(device))
+    found = step(kind, RECIPES[recipe], device, accumulate)
     scaled = {name: backend for name, backend in gemm_counts() if name.startswith("scaled")}
     assert scaled and emulations() == (3 if recipe in EMULATED else 0)
-    for got, want in zip(found, expected, strict=True):
-        assert (got.cpu().float() - want.float()).norm() <= 2.0**-7 * want.float().norm()
+    assert_close(found, expected)
     if kind == "GroupedLinear":
         assert not found[0][sum(SPLITS) :].any()
 
@@ -113,23 +112,6 @@ def test_no_gemm_of_a_format_without_kernels_falls_back_silently(
     assert emulations() == (2 if frozen is None else 1)
 
 
-@pytest.mark.sentinels("mxfp8")
-@pytest.mark.parametrize("recipe", ["current", "block", "mxfp8"])
-def test_gemms_get_rows_as_kernels_make_them(
-    recipe: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Both copies of x and of dy from one kernel each, wgrad's in padded rows that lie transposed."""
-    expected = step("GroupedLinear", RECIPES[recipe], torch.device("cpu"), None)
-    if device.type == "cpu":
-        gemms_as_on_a_gpu(monkeypatch)
-        rows_as_on_a_gpu(monkeypatch)
-    reset_gemm_counts()
-    found = step("GroupedLinear", RECIPES[recipe], device, None)
-    assert emulations() == 0
-    for got, want in zip(found, expected, strict=True):
-        assert (got.cpu().float() - want.float()).norm() <= 2.0**-7 * want.float().norm()
-
-
 @pytest.mark.sentinels("input-True")
 @pytest.mark.parametrize("accumulate", [False, True])
 @pytest.mark.parametrize(
@@ -145,20 +127,14 @@ def test_rows_in_blocks_of_several_rows_fall_back(
     recipe: layers.Recipe, accumulate: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No grouped kernel reads them; two of the three GEMMs have them."""
-
-    def main_grad(where: torch.device) -> Tensor | None:
-        return torch.ones(len(SPLITS), OUTER, INNER, device=where) if accumulate else None
-
-    cpu = torch.device("cpu")
-    expected = step("GroupedLinear", recipe, cpu, main_grad(cpu))
+    expected = step("GroupedLinear", recipe, torch.device("cpu"), accumulate)
     if device.type == "cpu":
         gemms_as_on_a_gpu(monkeypatch)
     reset_gemm_counts()
     with pytest.warns(RuntimeWarning, match="no kernel for .* rows in 128x128 blocks"):
-        found = step("GroupedLinear", recipe, device, main_grad(device))
+        found = step("GroupedLinear", recipe, device, accumulate)
     assert emulations() == 2
-    for got, want in zip(found, expected, strict=True):
-        assert (got.cpu().float() - want.float()).norm() <= 2.0**-7 * want.float().norm()
+    assert_close(found, expected)
 
 
 def experts_step(recipe: layers.Recipe, device: torch.device) -> list[Tensor]:
@@ -177,17 +153,23 @@ def experts_step(recipe: layers.Recipe, device: torch.device) -> list[Tensor]:
     return [y.detach(), x.grad, module.weight.grad]
 
 
-@pytest.mark.sentinels("mxfp8")
-@pytest.mark.parametrize("recipe", ["block", "mxfp8"])
-def test_tokens_come_to_their_experts_as_a_kernel_makes_them(
-    recipe: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.sentinels("mxfp8-rows", "mxfp8-tokens")
+@pytest.mark.parametrize("what", ["rows", "tokens"])
+@pytest.mark.parametrize("recipe", ["current", "block", "mxfp8"])
+def test_gemms_get_rows_as_kernels_make_them(
+    recipe: str, what: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = experts_step(RECIPES[recipe], torch.device("cpu"))
+    """Both copies of x and of dy from one kernel each, wgrad's in padded rows that lie transposed; of tokens, too."""
+
+    def run(where: torch.device) -> list[Tensor]:
+        recipe_of = RECIPES[recipe]
+        return experts_step(recipe_of, where) if what == "tokens" else step("GroupedLinear", recipe_of, where, False)
+
+    expected = run(torch.device("cpu"))
     if device.type == "cpu":
         gemms_as_on_a_gpu(monkeypatch)
         rows_as_on_a_gpu(monkeypatch)
     reset_gemm_counts()
-    found = experts_step(RECIPES[recipe], device)
+    found = run(device)
     assert emulations() == 0
-    for got, want in zip(found, expected, strict=True):
-        assert (got.cpu().float() - want.float()).norm() <= 2.0**-7 * want.float().norm()
+    assert_close(found, expected)

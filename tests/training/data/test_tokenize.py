@@ -44,6 +44,11 @@ def files(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
+def not_built(folder: Path, source: Any, says: str, **options: Any) -> None:
+    with pytest.raises(DataError, match=says):
+        build_dataset(folder / "no", [source], "bytes", **options)
+
+
 @pytest.fixture
 def many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """Files of several spans each."""
@@ -173,16 +178,12 @@ def test_tables_are_read_through_the_extra_data(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_from_disk=lambda folder: Saved()))
     assert sorted(texts(build_dataset(tmp_path / "d", [table, tmp_path / "saved"], "bytes"))) == list("abcde")
     rows[1] = [""]
-    with pytest.raises(DataError, match=r"a.parquet, row 3: text is empty"):
-        build_dataset(tmp_path / "e", [table], "bytes")
+    not_built(tmp_path, table, r"a.parquet, row 3: text is empty")
     rows[1] = ["damaged"]
-    with pytest.raises(DataError, match=r"a.parquet, row 3 or one soon after cannot be read: the page is damaged"):
-        build_dataset(tmp_path / "e", [table], "bytes")
-    with pytest.raises(DataError, match=r"a.parquet has no column 'body'; it has id, text"):
-        build_dataset(tmp_path / "e", [table], "bytes", text_field="body")
+    not_built(tmp_path, table, r"a.parquet, row 3 or one soon after cannot be read: the page is damaged")
+    not_built(tmp_path, table, r"a.parquet has no column 'body'; it has id, text", text_field="body")
     monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_from_disk=lambda folder: {"train": Saved()}))
-    with pytest.raises(DataError, match=r"has the splits train; name one of them, as in .*saved/train"):
-        build_dataset(tmp_path / "e", [tmp_path / "saved"], "bytes")
+    not_built(tmp_path, tmp_path / "saved", r"has the splits train; name one of them, as in .*saved/train")
 
 
 @pytest.mark.filterwarnings("default")  # of what the libraries import
@@ -196,20 +197,16 @@ def test_real_tables_are_read(tmp_path: Path) -> None:
     datasets.Dataset(pyarrow.table({"text": ["four", "five"]}), fingerprint="0").save_to_disk(str(tmp_path / "saved"))
     found = build_dataset(tmp_path / "d", [tmp_path / "*.parquet", tmp_path / "saved"], "bytes", workers=2)
     assert sorted(texts(found)) == sorted([*rows["text"], "four", "five"])
-    with pytest.raises(DataError, match=r"a.parquet has no column 'body'; it has id, text"):
-        build_dataset(tmp_path / "e", [tmp_path / "a.parquet"], "bytes", text_field="body")
+    not_built(tmp_path, tmp_path / "a.parquet", r"a.parquet has no column 'body'; it has id, text", text_field="body")
     parquet.write_table(pyarrow.table({"text": ["one", "two", None]}), tmp_path / "b.parquet", row_group_size=2)
-    with pytest.raises(DataError, match=r"b.parquet, row 3: text is a NoneType; allowed: text"):
-        build_dataset(tmp_path / "e", [tmp_path / "b.parquet"], "bytes")
+    not_built(tmp_path, tmp_path / "b.parquet", r"b.parquet, row 3: text is a NoneType; allowed: text")
     (tmp_path / "c.parquet").write_bytes((tmp_path / "a.parquet").read_bytes()[:-20])
-    with pytest.raises(DataError, match=r"c.parquet cannot be read: "):
-        build_dataset(tmp_path / "e", [tmp_path / "c.parquet"], "bytes")
+    not_built(tmp_path, tmp_path / "c.parquet", r"c.parquet cannot be read: ")
     damaged = bytearray((tmp_path / "a.parquet").read_bytes())
     where = damaged.index(b"three") - 12
     damaged[where : where + 12] = b"\xff" * 12
     (tmp_path / "d.parquet").write_bytes(damaged)
-    with pytest.raises(DataError, match=r"d.parquet, row 3 or one soon after cannot be read: "):
-        build_dataset(tmp_path / "e", [tmp_path / "d.parquet"], "bytes")
+    not_built(tmp_path, tmp_path / "d.parquet", r"d.parquet, row 3 or one soon after cannot be read: ")
 
 
 @pytest.mark.filterwarnings("default")  # of what the libraries import
@@ -226,19 +223,14 @@ def test_real_data_sets_are_streamed(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert texts(one) == texts(two) and sorted(texts(one)) == sorted(f"{n} {i}" for n in "abc" for i in range(3))
     good = files[1].read_text()
     files[1].write_text(good.replace('"b 1"', '""'))
-    with pytest.raises(DataError, match=r"hf://.*rows, shard 1, row 2: text is empty"):
-        build_dataset(tmp_path / "e", [f"hf://{folder}"], "bytes")
+    not_built(tmp_path, f"hf://{folder}", r"hf://.*rows, shard 1, row 2: text is empty")
     files[1].write_text(good)
     assert texts(build_dataset(tmp_path / "e", [f"hf://{folder}"], "bytes")) == texts(one)
-    with pytest.raises(DataError, match=r"hf://.*rows has no column 'body'; it has text, id"):
-        build_dataset(tmp_path / "f", [f"hf://{folder}"], "bytes", text_field="body")
-    with pytest.raises(DataError, match=r"hf://.*rows:test cannot be read: "):
-        build_dataset(tmp_path / "f", [f"hf://{folder}:test"], "bytes")
-    with pytest.raises(DataError, match="hf://no such folder cannot be read: "):
-        build_dataset(tmp_path / "f", ["hf://no such folder"], "bytes")
+    not_built(tmp_path, f"hf://{folder}", r"hf://.*rows has no column 'body'; it has text, id", text_field="body")
+    not_built(tmp_path, f"hf://{folder}:test", r"hf://.*rows:test cannot be read: ")
+    not_built(tmp_path, "hf://no such folder", "hf://no such folder cannot be read: ")
     files[1].write_text(good + "{")
-    with pytest.raises(DataError, match=r"hf://.*rows, shard 1, row 1 or one soon after cannot be read: "):
-        build_dataset(tmp_path / "f", [f"hf://{folder}"], "bytes")
+    not_built(tmp_path, f"hf://{folder}", r"hf://.*rows, shard 1, row 1 or one soon after cannot be read: ")
 
 
 @pytest.mark.filterwarnings("default")  # of what the libraries import
@@ -258,8 +250,7 @@ def test_a_real_data_set_that_may_unpickle_is_not_opened(tmp_path: Path, monkeyp
         member = tarfile.TarInfo("0.pickle")
         member.size = len(data)
         archive.addfile(member, io.BytesIO(data))
-    with pytest.raises(DataError, match="is read as webdataset, which may unpickle; allowed: text, JSON, CSV, "):
-        build_dataset(tmp_path / "d", [f"hf://{folder}"], "bytes")
+    not_built(tmp_path, f"hf://{folder}", "is read as webdataset, which may unpickle; allowed: text, JSON, CSV, ")
     assert not trace.exists()
 
 
@@ -301,20 +292,17 @@ def test_streams_are_read_through_the_extra_data(tmp_path: Path, monkeypatch: py
     assert asked[0] == ("a/b", "en", "test")
     build_dataset(tmp_path / "e", ["hf://a/b"], "bytes")
     assert asked[-1] == ("a/b", None, "train")
-    with pytest.raises(DataError, match="hf://a@b@c names no data set; allowed: hf://NAME, "):
-        build_dataset(tmp_path / "f", ["hf://a@b@c"], "bytes")
+    not_built(tmp_path, "hf://a@b@c", "hf://a@b@c names no data set; allowed: hf://NAME, ")
     letters[2] = "broken"
-    says = "hf://a/b, shard 0, row 2 or one soon after cannot be read: the connection was lost"
-    with pytest.raises(DataError, match=says):
-        build_dataset(tmp_path / "f", ["hf://a/b"], "bytes")
+    not_built(
+        tmp_path, "hf://a/b", "hf://a/b, shard 0, row 2 or one soon after cannot be read: the connection was lost"
+    )
     letters[0] = "broken"
-    with pytest.raises(DataError, match="hf://a/b cannot be read: the connection was lost"):
-        build_dataset(tmp_path / "f", ["hf://a/b"], "bytes")
+    not_built(tmp_path, "hf://a/b", "hf://a/b cannot be read: the connection was lost")
     asked.clear()
     for name in ("pandas", "webdataset", "some_module_of_its_own"):
         monkeypatch.setattr(Builder, "name", name)
-        with pytest.raises(DataError, match=f"hf://a/b is read as {name}, which may unpickle; allowed: text, JSON, "):
-            build_dataset(tmp_path / "f", ["hf://a/b"], "bytes")
+        not_built(tmp_path, "hf://a/b", f"hf://a/b is read as {name}, which may unpickle; allowed: text, JSON, ")
     assert asked == [("a/b", None)] * 3, "no file was opened"
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(MissingExtraError, match=r"reading hf://a/b needs .*pip install 'te_models\[data\]'"):
@@ -374,8 +362,7 @@ def test_chats_that_cannot_be_used_are_named(tmp_path: Path) -> None:
         path = lines(tmp_path / "a.jsonl", [row])
         with pytest.raises(DataError, match=f"a.jsonl, line 1:? {says}"):
             build_dataset(tmp_path / "d", [path], str(folder), messages_field="messages")
-    with pytest.raises(DataError, match="'bytes' has no chat template"):
-        build_dataset(tmp_path / "d", [path], "bytes", messages_field="messages")
+    not_built(tmp_path, path, "'bytes' has no chat template", messages_field="messages")
     (tmp_path / "a.txt").write_text("text")
     with pytest.raises(DataError, match=r"a.txt is text; allowed with a messages field or a format of rows: .jsonl"):
         build_dataset(tmp_path / "d", [tmp_path / "a.txt"], str(folder), messages_field="messages")
