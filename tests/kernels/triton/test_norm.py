@@ -62,10 +62,6 @@ class Exact:
         return dx + 1e-30, d_weight + 1e-30, sums * dy.sum(0) + 1e-30
 
 
-def flags(option) -> tuple[bool, bool, bool]:
-    return option[0], option[1], option[2]
-
-
 @pytest.mark.matrix
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("option", OPTIONS)
@@ -95,7 +91,7 @@ def check(device, shape, dtype, weight_dtype, option) -> None:
     centered, zero_centered, weight_last, has_weight, has_bias = option
     x, weight, bias = inputs(*shape, dtype, weight_dtype, has_weight, has_bias, device)
     exact = Exact(x, weight, bias, centered, zero_centered)
-    y, mean, rstd = op.norm_fwd(x, weight, bias, EPS, *flags(option))
+    y, mean, rstd = op.norm_fwd(x, weight, bias, EPS, *option[:3])
     expected = defined(x, weight, bias, option)
     assert y.dtype == expected.dtype
     # Each of gamma, x_hat, the product and the sum is rounded at most once.
@@ -109,7 +105,7 @@ def check(device, shape, dtype, weight_dtype, option) -> None:
 
     dy = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(y.dtype).to(device)
     wanted = [None if p is None else p.dtype for p in (weight, bias)]
-    got = op.norm_bwd(dy, x, weight, mean, rstd, *flags(option), *wanted)
+    got = op.norm_bwd(dy, x, weight, mean, rstd, *option[:3], *wanted)
     bounds = exact.gradient_bounds(dy, UNIT[dtype], UNIT[weight_dtype])
     for gradient, right, allowed, like in zip(got, exact.gradients(dy), bounds, (x, weight, bias), strict=True):
         if like is None:

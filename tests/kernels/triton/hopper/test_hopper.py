@@ -12,7 +12,7 @@ from te_models.kernels.gemm import tile
 from te_models.kernels.gemm import triton as dense
 from te_models.kernels.gemm import triton as gemm_kernels
 from te_models.kernels.grouped_gemm import triton as grouped
-from tests.kernels.triton.hopper.compiler import SHARED_MEMORY, can_compile, compile_kernel, in_child, summary
+from tests.kernels.triton.hopper.compiler import SHARED_MEMORY, compile_kernel, in_child, summary
 
 # name: mode, values, scales, rows of the right side's blocks
 FORMATS = {
@@ -110,9 +110,6 @@ Summaries = dict[str, dict[str, int]]
 @pytest.fixture(scope="module")
 def compiled() -> Summaries:
     """Compile all of them once: some minutes the first time."""
-    reason = can_compile()
-    if reason is not None:
-        pytest.skip(reason)
     return in_child("tests.kernels.triton.hopper.test_hopper")
 
 
