@@ -11,6 +11,8 @@ from typing import Unpack
 
 from te_models.lazy import torch
 
+from ..families.base.moe_fields import left_out_loss
+from ..families.base.text_part import text_family
 from ..folder.checkpoint import Checkpoint, open_checkpoint
 from ..folder.hf_config import choose_family, export_config, weight_dtype
 from ..folder.passthrough import names_in_export, our_names
@@ -192,6 +194,8 @@ def export_hf(
                 plan = undeclared_passthrough_as_values(plan, ckpt.files, passthrough, ckpt.source, wanted)
             plan = replace(plan, report=moved_report(plan, store.tensors, "dequantized", formats))
             config = export_config(ckpt.config, ckpt.source, target, weight_dtype(plan, copies))
+        loss = left_out_loss(ckpt.config, text_family(target, ckpt.config).known)
+        plan = plan if loss is None else replace(plan, notes=(*plan.notes, loss))
         if not names.loadable:
             note = (
                 f"transformers does not load the form {names.form!r} of {target.model_type}; it loads --form published"
