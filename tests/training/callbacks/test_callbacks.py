@@ -126,6 +126,19 @@ def test_evaluations_that_fail_and_those_of_a_configuration(tmp_path: Path) -> N
         LOSS.replace(functions=("a",))
 
 
+def test_a_task_that_does_not_exist_is_refused_before_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The harness here knows none."""
+    tasks = SimpleNamespace(TaskManager=lambda **_: SimpleNamespace(match_tasks=lambda names: []))
+    for name, module in {"lm_eval": SimpleNamespace(tasks=tasks), "lm_eval.tasks": tasks}.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    config = run_of(tmp_path, evaluation=LOSS.replace(tasks=("nothing",)))
+    config = config.replace(model=config.model.replace(config=None, path=str(tmp_path)))
+    said = "evaluation.tasks 'nothing' is no task of lm-evaluation-harness or of evaluation.task_folder"
+    with pytest.raises(ConfigError, match=said):
+        train(config)
+    assert not Path(config.output_dir).exists()
+
+
 def test_named_callbacks_are_installed_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A module in the current directory is not imported, wherever Python put that in the path."""
     (tmp_path / "stranger.py").write_text("raise SystemExit('it ran')\n")
