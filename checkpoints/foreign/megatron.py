@@ -43,7 +43,7 @@ def named_norm(at: str, rest: str, found: Mapping[str, HasShape] | None) -> str:
 
 def grouped_rows(a: AttentionConfig, *names: str) -> Layout:
     """Return q, k and v as a tensor that holds, group by group, the query heads of a group, its k and its v. names: one
-    for each tensor parallel rank, which has its share of the groups."""
+    for each tensor parallel rank and its share of the groups."""
     heads, groups, size = head_sizes(a)
     if a.gate_rows or a.key_is_value or a.value_channels != size:
         raise CheckpointError("Megatron's attention has q, k and v of one size in each group, and no gate in them")

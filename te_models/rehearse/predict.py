@@ -150,8 +150,8 @@ class Prediction:
         """Return the front of assignments of these formats and bf16, with predicted gaps, cheapest first.
 
         Options of a recipe are those of [precision]'s own recipe: of formats with options an assignment has one at
-        most. What was run takes part: a search, which adds up the gaps of units, need not find that a format loses
-        less everywhere than its units say.
+        most. What was run takes part: a search adds up the gaps of units, and need not find that a format loses less
+        everywhere than its units say.
         """
         simple = [name for name in names if not FORMATS[name].options]
         runs = [run.formats for run in self.runs if {*run.formats} <= {HIGH, *names}]

@@ -67,8 +67,8 @@ class RouterLoss:
 
 
 def joint_coefficient(config: ModelConfig) -> float:
-    """Return the coefficient of the load-balancing loss that transformers has, which compares experts over all layers
-    together; 0 for a model without one, and for one whose layers have a loss each."""
+    """Return the coefficient of transformers' load-balancing loss, of all layers together; 0 for a model without one,
+    and for one whose layers have a loss each."""
     moe = config.moe
     return moe.aux_loss_coeff if moe is not None and moe.moe_router_load_balancing_type == "joint_aux_loss" else 0.0
 

@@ -19,8 +19,11 @@ from te_models.config import ConfigError
 from te_models.training import (
     Callback,
     CallbackError,
+    DataConfig,
     EvaluationConfig,
     HubConfig,
+    PosttrainingConfig,
+    PrecisionConfig,
     PushToHub,
     RunView,
     TrainConfig,
@@ -31,6 +34,8 @@ from te_models.training import (
     train,
 )
 from te_models.training.callbacks import load_installed
+from te_models.training.config.precision import RecipePhase
+from te_models.training.log.starts import record_start
 from tests.training.runs import assert_same_bits, tensors_under, tiny_run
 
 LOSS = EvaluationConfig(every=2, batches=1)
@@ -199,6 +204,23 @@ class Api:
         card = (Path(options["folder_path"]) / "README.md").read_text()
         self.calls.append(("upload_folder", {**options, "card": card}))
         return SimpleNamespace(commit_url="https://hub/me/model/commit/1")
+
+
+def test_a_card_says_what_changes_during_a_run(tmp_path: Path) -> None:
+    """Recipes, what weights are rounded to, the weights of a blend, the teacher."""
+    (tmp_path / "run/final").mkdir(parents=True)
+    (tmp_path / "run/final/config.json").write_text("{}")
+    phases = RecipePhase(from_step=3, recipe="nvfp4"), RecipePhase(from_share=0.9, passes="forward")
+    blend = DataConfig(blend=("a=1", "b=1"), blend_steps=("5: a=0, b=1",))
+    rounded = PrecisionConfig(qat="nvfp4", qat_activations=True)
+    for changes, fact in (
+        ({"precision": PrecisionConfig(schedule=phases)}, "none, nvfp4 from step 3 on, none (forward) from 90% of the"),
+        ({"precision": rounded}, "precision | bf16, recipe none, weights and inputs rounded to nvfp4 |"),
+        ({"data": blend}, "| data | a=1, b=1; from step 5: a=0, b=1 |"),
+        ({"posttraining": PosttrainingConfig(method="distill", teacher="big")}, "method | distill from big, all w"),
+    ):
+        record_start(tmp_path / "run", run_of(tmp_path, steps=20, **changes), 0, "cpu", 1)
+        assert fact in model_card(tmp_path / "run")
 
 
 def test_the_result_is_uploaded_with_its_facts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
