@@ -110,10 +110,10 @@ class PushToHub(Callback):
 
     def __init__(self, repo_id: str, **options: Any) -> None:
         """options: of `push_to_hub`. Raises ConfigError for what is no name of a repository."""
-        hub = require("huggingface_hub", "hf", feature="hub.repo_id")
+        utils, errors = (require(f"huggingface_hub.{x}", "hf", feature="hub.repo_id") for x in ("utils", "errors"))
         try:
-            hub.utils.validate_repo_id(repo_id)
-        except hub.errors.HFValidationError:
+            utils.validate_repo_id(repo_id)
+        except errors.HFValidationError:
             raise ConfigError(
                 f"hub.repo_id is {repo_id!r}; allowed: organisation/name, of letters, digits, '-', '_' and '.'"
             ) from None

@@ -225,6 +225,8 @@ def test_a_card_says_what_changes_during_a_run(tmp_path: Path) -> None:
 
 def test_the_result_is_uploaded_with_its_facts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.HfApi", Api)
+    for name in ("utils", "errors"):  # the package has them once somebody imported them
+        monkeypatch.delattr(sys.modules["huggingface_hub"], name, raising=False)
     Api.calls.clear()
     config = run_of(tmp_path, hub=HubConfig(repo_id="me/model"), steps=2)
     for token, said in ((None, "without a token; allowed: after `hf auth login`, or with HF_TOKEN"), ("hf_x", "")):
