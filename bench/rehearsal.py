@@ -30,7 +30,7 @@ from te_models.config import AttentionConfig, MLPConfig, ModelConfig, MoEConfig
 from te_models.quickstart.smollm import smollm_folder
 from te_models.rehearse import Rehearsal, RehearsalOptions, rehearse
 from te_models.rehearse.effect import Interval, train_briefly
-from te_models.rehearse.notebook import Notebook
+from te_models.rehearse.notebook import FILE, Notebook
 from te_models.rehearse.predict import equal_cost
 from te_models.rehearse.setting import Setting
 from te_models.rehearse.table import precision_of
@@ -174,9 +174,9 @@ def main() -> int:
             continue
         folder = options.scratch / name
         folder.mkdir(parents=True, exist_ok=True)
-        begun = time.process_time()
         found = rehearse(case.config(folder), case.options, folder / "rehearsal")
-        seconds = time.process_time() - begun
+        parts = map(json.loads, (folder / "rehearsal" / FILE).read_text().splitlines())
+        seconds = sum(part.get("processor_s", 0.0) for part in parts)
         for sentence in found.evidence():
             print(f"{name}: {sentence}")
         results[name] = compared(found, Fresh(case, folder))
@@ -184,7 +184,7 @@ def main() -> int:
             "options": {"budget": case.options.budget, "steps": case.options.steps, "tokens": case.options.tokens},
             "tried": [one.to_dict() for one in found.tried],
             "interaction": {format: part.together for format, part in found.prediction.parts.items()},
-            "cpu_seconds_of_this_call": round(seconds),
+            "cpu_seconds": round(seconds),
         }
         print(json.dumps(results[name], indent=1))
     if options.case is None:

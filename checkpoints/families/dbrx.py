@@ -15,6 +15,7 @@ from ..mapping.layout_ops import Rows, Stack, Transpose
 from .base.common import ACTIVATIONS, Dropouts, PaddingIdx, layer_norm_entries
 from .base.family import Family
 from .base.fields import Field, Fixed, HFConfig, Nullable, OneOf, Only, OwnEntry, Values, read_typed, shorten_value
+from .base.moe_fields import joint_coefficient
 from .base.names import Names, PerExpert, Weights
 from .base.nested import Repeated, Within
 from .base.rope import Rope
@@ -115,7 +116,7 @@ class LossWeight(OwnEntry):
         return {"moe.aux_loss_coeff": weight, "moe.moe_router_load_balancing_type": "joint_aux_loss"}
 
     def write(self, config: ModelConfig) -> Values:
-        return {"output_router_logits": bool(config.moe and config.moe.aux_loss_coeff)}
+        return {"output_router_logits": joint_coefficient(config) > 0}
 
 
 _FORM = Names(
@@ -150,7 +151,7 @@ DBRX = Family(
                 Field("kv_n_heads", "attention.num_query_groups", int, 1),
                 Nullable("clip_qkv", "attention.clip_qkv", None),
                 Field("attn_pdrop", "attention.attention_dropout", float, 0.0),
-                Repeated("rope_theta", "rope.rotary_base"),
+                Repeated("rope_theta", lambda config: config.rope.rotary_base),
             ),
         ),
         Within(
@@ -161,7 +162,7 @@ DBRX = Family(
                 Field("moe_num_experts", "moe.num_moe_experts", int, 4),
                 Field("moe_top_k", "moe.moe_router_topk", int, 1),
                 NoNoise(),
-                Repeated("moe_loss_weight", "moe.aux_loss_coeff"),
+                Repeated("moe_loss_weight", joint_coefficient),
                 NormalizedWeights(),
                 ExpertActivation(),
             ),

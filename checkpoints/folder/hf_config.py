@@ -10,6 +10,7 @@ from te_models.config import ConfigError, ModelConfig
 
 from ..families import FAMILIES, Family, family_of
 from ..families.base.family import first_that_expresses
+from ..families.base.moe_fields import joint_coefficient
 from ..families.base.text_part import text_part
 from ..formats import without_quantization
 from ..io.dtypes import torch_dtype_name, with_most_bytes
@@ -136,13 +137,14 @@ def _still_says(family: Family, hf: dict[str, Any], config: ModelConfig) -> bool
 
 
 def _says(family: Family, hf: dict[str, Any], config: ModelConfig) -> bool:
-    """Whether config.json is of this model already. It does not say the factor of one training loss, nor the formula of
-    another, and a folder of before there was `padding_idx` has none."""
+    """Whether config.json is of this model already. It does not say the factor of one training loss, nor what balances
+    the experts of each layer by itself, and a folder of before there was `padding_idx` has none."""
     read = family.read_config(hf, mtp=config.mtp_num_layers > 0)
     unsaid: dict[str, Any] = {"mtp_loss_scaling_factor": config.mtp_loss_scaling_factor}
-    if read.moe is not None and config.moe is not None:
-        kind = config.moe.moe_router_load_balancing_type
-        unsaid["moe"] = read.moe.replace(moe_router_load_balancing_type=kind)
+    if read.moe is not None and config.moe is not None and not read.moe.aux_loss_coeff:
+        its = config.moe
+        kind, coefficient = its.moe_router_load_balancing_type, 0.0 if joint_coefficient(config) else its.aux_loss_coeff
+        unsaid["moe"] = read.moe.replace(moe_router_load_balancing_type=kind, aux_loss_coeff=coefficient)
     if config.embedding.padding_idx is None:
         unsaid["embedding"] = read.embedding.replace(padding_idx=None)
     return read.replace(**unsaid) == config

@@ -41,16 +41,17 @@ def named_norm(at: str, rest: str, found: Mapping[str, HasShape] | None) -> str:
     return at + rest
 
 
-def grouped_rows(a: AttentionConfig, name: str) -> Layout:
-    """Return q, k and v as a tensor that holds, group by group, the query heads of a group, its k and its v."""
+def grouped_rows(a: AttentionConfig, *names: str) -> Layout:
+    """Return q, k and v as a tensor that holds, group by group, the query heads of a group, its k and its v. names: one
+    for each tensor parallel rank and its share of the groups."""
     heads, groups, size = head_sizes(a)
     if a.gate_rows or a.key_is_value or a.value_channels != size:
         raise CheckpointError("Megatron's attention has q, k and v of one size in each group, and no gate in them")
-    each = heads // groups
-    total = (heads + 2 * groups) * size
-    begin = [group * (each + 2) * size for group in range(groups)]
-    q = [(Rows(name, first, total), each * size) for first in begin]
-    k, v = ([(Rows(name, first + (each + part) * size, total), size) for first in begin] for part in (0, 1))
+    each, own = heads // groups, groups // len(names)
+    total = own * (each + 2) * size
+    at = [(names[group // own], group % own * (each + 2) * size) for group in range(groups)]
+    q = [(Rows(name, first, total), each * size) for name, first in at]
+    k, v = ([(Rows(name, first + (each + part) * size, total), size) for name, first in at] for part in (0, 1))
     return Concat(*q, *k, *v)
 
 

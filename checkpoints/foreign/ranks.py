@@ -16,18 +16,18 @@ from te_models.config import ModelConfig
 from ..families.base.family import HasShape
 from ..io.boxes import Shape
 from ..io.errors import CheckpointError
+from ..mapping.blocks import split_blocks
 from ..mapping.layout_ops import At, Concat, Layout, Rows, Stack
-from ..mapping.param_shapes import expected_tensors, head_sizes
+from ..mapping.param_shapes import expected_tensors
 from ..mapping.tensor_map import Link, Namespace, TensorSpec
-from .megatron import named_norm
+from .megatron import grouped_rows, named_norm
 
 TABLES = ("embedding.word_embeddings.weight", "output_layer.weight")
-_COLUMNS = ("self_attention.linear_proj.weight", "mlp.linear_fc2.weight", "mlp.shared_experts.linear_fc2.weight")
-_QKV = ("self_attention.linear_qkv.weight", "self_attention.linear_qkv.bias")
-_ROWS = (
-    *("mlp.linear_fc1.weight", "mlp.linear_fc1.bias"),
-    *("mlp.shared_experts.linear_fc1.weight", "mlp.shared_experts.linear_fc1.bias"),
+_QKV = re.compile(r"self_attention\.linear_qkv\.(weight|bias)")
+_SPLIT = re.compile(
+    r"self_attention\.linear_proj\.weight|mlp\.(shared_experts\.|experts\.)?linear_fc(1\.\w+|2\.weight)"
 )
+"""What tensor parallel ranks split as ours do: each of the matrices that it joins (`split_blocks`)."""
 _WHOLE = re.compile(r"layer_?norm|linear_(proj|fc2)\.bias|\.router\.|\.gate_weight")
 """What every tensor parallel rank has a copy of."""
 
@@ -163,9 +163,9 @@ class RankFiles:
         chunk, stage = divmod(number, split.pp)
         rest, at = match[2], f"decoder.layers.{local}."
         if rest.startswith("mlp.experts."):
-            return Stack(*self._experts(rest, at, stage, chunk, shape))
+            return Stack(*self._experts(name, rest, at, stage, chunk, shape))
         places = [f"{RankPlace(t, stage, 0, chunk)}" for t in range(split.tp)]
-        return self._parts([self._named(place, at, rest) for place in places], rest, shape)
+        return self._parts([self._named(place, at, rest) for place in places], name, rest, shape)
 
     def _named(self, place: str, at: str, rest: str) -> str:
         if self.found is None and self.local:
@@ -173,7 +173,7 @@ class RankFiles:
                 rest = rest.replace(f"{ours}.layer_norm_", f"{theirs}_layernorm.")
         return named_norm(place + at, rest, self.found)
 
-    def _experts(self, rest: str, at: str, stage: int, chunk: int, shape: Shape) -> Iterator[Layout]:
+    def _experts(self, name: str, rest: str, at: str, stage: int, chunk: int, shape: Shape) -> Iterator[Layout]:
         """One module each, or one of all."""
         part, _, kind = rest.removeprefix("mlp.experts.").rpartition(".")
         each = shape[0] // self.split.ep
@@ -183,32 +183,28 @@ class RankFiles:
             joined = [f"{place}{part}.{kind}{number}" for place in places]
             alone = [f"{place}local_experts.{number}.{part}.{kind}" for place in places]
             is_joined = not self.local if self.found is None else joined[0] in self.found
-            yield self._parts(joined if is_joined else alone, f"mlp.{part}.{kind}", shape[1:])
+            yield self._parts(joined if is_joined else alone, name, rest, shape[1:])
 
-    def _parts(self, names: list[str], rest: str, shape: Shape) -> Layout:
-        """Return a tensor of a layer that ranks have parts of, by these names."""
+    def _parts(self, names: list[str], name: str, rest: str, shape: Shape) -> Layout:
+        """Return a tensor of a layer, `rest` its name there, that ranks have parts of, by these names."""
         tp = len(names)
-        if rest in _QKV:
-            a = self.config.attention
-            if a.gate_rows or a.key_is_value or a.value_channels != a.kv_channels:
-                raise CheckpointError("Megatron's attention has q, k and v of one size, and no gate in them")
-            heads, groups, size = head_sizes(a)
-            each, own = heads // groups, groups // tp
-            total = own * (each + 2) * size
-            at = [(names[g // own], g % own * (each + 2) * size) for g in range(groups)]
-            q = [(Rows(n, begin, total), each * size) for n, begin in at]
-            k, v = ([(Rows(n, begin + (each + part) * size, total), size) for n, begin in at] for part in (0, 1))
-            return Concat(*q, *k, *v)
-        if rest in _COLUMNS:
-            return Concat(*((At(n), _share(shape[1], tp, rest)) for n in names), dim=1)
-        if rest in _ROWS:
-            parts = 2 if self.config.mlp.gated else 1
-            rows = _share(shape[0] // parts, tp, rest)
-            return Concat(*((Rows(n, part * rows, parts * rows), rows) for part in range(parts) for n in names))
-        is_whole = _WHOLE.search(rest) is not None and self.config.attention.qk_layernorm not in ("each_head", "full")
-        if tp > 1 and not is_whole:
+        if _QKV.fullmatch(rest):
+            return grouped_rows(self.config.attention, *names)
+        if tp == 1:
+            return At(names[0])
+        split = split_blocks(self.config, name, shape)
+        if not (_WHOLE.search(rest) if split is None else _SPLIT.fullmatch(rest)):
             raise CheckpointError(f"how {rest} is split over Megatron's ranks is not known here")
-        return At(names[0])
+        if split is None:
+            return At(names[0])
+        dim, blocks = split
+        each = [_share(size, tp, rest) for size in blocks]
+        if dim:
+            return Concat(*((At(n), each[0]) for n in names), dim=dim)
+        begins = [sum(each[:number]) for number in range(len(each))]
+        return Concat(
+            *((Rows(n, begin, sum(each)), rows) for begin, rows in zip(begins, each, strict=True) for n in names)
+        )
 
 
 def _share(size: int, ranks: int, name: str) -> int:

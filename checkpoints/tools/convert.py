@@ -11,6 +11,10 @@ from typing import Unpack
 
 from te_models.lazy import torch
 
+from ..families import Family
+from ..families.base.moe_fields import left_out_loss
+from ..families.base.names import Names
+from ..families.base.text_part import text_family
 from ..folder.checkpoint import Checkpoint, open_checkpoint
 from ..folder.hf_config import choose_family, export_config, weight_dtype
 from ..folder.passthrough import names_in_export, our_names
@@ -192,11 +196,7 @@ def export_hf(
                 plan = undeclared_passthrough_as_values(plan, ckpt.files, passthrough, ckpt.source, wanted)
             plan = replace(plan, report=moved_report(plan, store.tensors, "dequantized", formats))
             config = export_config(ckpt.config, ckpt.source, target, weight_dtype(plan, copies))
-        if not names.loadable:
-            note = (
-                f"transformers does not load the form {names.form!r} of {target.model_type}; it loads --form published"
-            )
-            plan = replace(plan, notes=(*plan.notes, note))
+        plan = replace(plan, notes=(*plan.notes, *_notes_of(ckpt, target, names)))
         ids = ids_to_add(ckpt.path, ckpt.config.vocab_size)
         if ids:
             # a pad_token_id of config.json would take the gradient of that row of the embedding away
@@ -205,6 +205,15 @@ def export_hf(
             written = ", ".join(f"{name} = {id}" for name, id in ids.items())
             plan = replace(plan, notes=(*plan.notes, f"{GENERATION} gets what the tokenizer alone said: {written}"))
         return conversion.write(plan, dump_object(config), store=store, extra=extra)
+
+
+def _notes_of(ckpt: Checkpoint, target: Family, names: Names) -> Iterator[str]:
+    """Say what transformers does not make of an export in this family and form."""
+    loss = left_out_loss(ckpt.config, text_family(target, ckpt.config).known)
+    if loss is not None:
+        yield loss
+    if not names.loadable:
+        yield f"transformers does not load the form {names.form!r} of {target.model_type}; it loads --form published"
 
 
 def relayout(

@@ -15,6 +15,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from te_models.checkpoints.io.errors import EditedFileWarning
@@ -112,7 +113,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             args = _parse(argv)
             debug = args.debug
-            with _edited_files_noted(args):
+            with _warnings_noted(args):
                 code = args.run(args)
         finally:
             _flush()
@@ -128,13 +129,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 @contextlib.contextmanager
-def _edited_files_noted(args: argparse.Namespace) -> Iterator[None]:
-    """Show what the verb finds edited as notes, each once, and remember it for `emit`."""
-    args.noted, shown = [], warnings.showwarning
+def _warnings_noted(args: argparse.Namespace) -> Iterator[None]:
+    """Show what te_models warns of as notes, each once, and remember it for `emit`; others' warnings as Python does."""
+    args.noted, shown, ours = [], warnings.showwarning, str(Path(__file__).parents[1])
 
-    def show(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
-        if not issubclass(category, EditedFileWarning):
-            shown(message, category, *where, **more)
+    def show(message: Warning | str, category: type[Warning], filename: str, *where: Any, **more: Any) -> None:
+        if not issubclass(category, EditedFileWarning) and not filename.startswith(ours):
+            shown(message, category, filename, *where, **more)
         elif str(message) not in args.noted:
             args.noted.append(str(message))
             say(f"note: {message}")

@@ -33,7 +33,7 @@ def run_tasks(
     """
     from ..hf import TEModelForCausalLM
 
-    check_tasks(tasks, task_folder)
+    manager = check_tasks(tasks, task_folder)
     model: Any = TEModelForCausalLM.from_pretrained(folder, dtype=dtype)
     if adapter is not None:
         from ..lora import load_adapter
@@ -41,7 +41,7 @@ def run_tasks(
         load_adapter(model.gpt, adapter)
     model = model.to(device).eval()
     options: dict[str, Any] = {"batch_size": batch_size, "num_fewshot": num_fewshot, "limit": limit}
-    return _run(model, folder, tasks, task_folder, **options)
+    return _run(model, folder, tasks, manager, **options)
 
 
 def run_tasks_of(
@@ -53,19 +53,25 @@ def run_tasks_of(
     batch_size: int = 1,
     num_fewshot: int | None = None,
     limit: int | None = None,
+    manager: Any = None,
 ) -> dict[str, Any]:
-    """Return what `run_tasks` does, of a model in memory, in eval mode. tokenizer: a folder with its tokenizer."""
+    """Return what `run_tasks` does, of a model in memory, in eval mode. tokenizer: a folder with its tokenizer.
+    manager: what `check_tasks` returned; None: it is called here."""
     from ..hf import TEConfig, TEModelForCausalLM
 
     training = model.training
     wrapped = TEModelForCausalLM(TEConfig(config=model.config.to_dict()), gpt=model)
     wrapped.train(training)
     options: dict[str, Any] = {"batch_size": batch_size, "num_fewshot": num_fewshot, "limit": limit}
-    return _run(wrapped, tokenizer, tasks, task_folder, **options)
+    manager = check_tasks(tasks, task_folder) if manager is None else manager
+    return _run(wrapped, tokenizer, tasks, manager, **options)
 
 
-def check_tasks(tasks: Sequence[str], task_folder: Path | None) -> Any:
-    """Return the manager that knows the tasks. Raises ValueError for a task that does not exist."""
+def check_tasks(
+    tasks: Sequence[str], task_folder: Path | None, keys: tuple[str, str] = ("--task", "--task-folder")
+) -> Any:
+    """Return the manager that knows the tasks. keys: what asks for tasks and for their folder. Raises ValueError for a
+    task that does not exist."""
     require("lm_eval", "eval", feature="eval --task")
     task_manager = require("lm_eval.tasks", "eval", feature="eval --task").TaskManager
     path = None if task_folder is None else str(task_folder)
@@ -74,17 +80,16 @@ def check_tasks(tasks: Sequence[str], task_folder: Path | None) -> Any:
         manager = task_manager(include_path=path)  # reads the thousands of files of the harness's own, for seconds
     unknown = [task for task in tasks if not manager.match_tasks([task])]
     if unknown:
-        raise ValueError(f"--task {unknown[0]!r} is no task of lm-evaluation-harness or of --task-folder")
+        raise ValueError(f"{keys[0]} {unknown[0]!r} is no task of lm-evaluation-harness or of {keys[1]}")
     return manager
 
 
 def _run(
-    model: Any, folder: Path, tasks: Sequence[str], task_folder: Path | None, *, batch_size: int, **options: Any
+    model: Any, folder: Path, tasks: Sequence[str], manager: Any, *, batch_size: int, **options: Any
 ) -> dict[str, Any]:
     harness = require("lm_eval", "eval", feature="eval --task")
     models = require("lm_eval.models.huggingface", "eval", feature="eval --task")
     transformers = require("transformers", "hf", feature="eval --task")
-    manager = check_tasks(tasks, task_folder)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     device = str(next(model.parameters()).device)
     wrapped = models.HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size, device=device)

@@ -150,10 +150,12 @@ class Prediction:
         """Return the front of assignments of these formats and bf16, with predicted gaps, cheapest first.
 
         Options of a recipe are those of [precision]'s own recipe: of formats with options an assignment has one at
-        most.
+        most. What was run takes part: a search adds up the gaps of units, and need not find that a format loses less
+        everywhere than its units say.
         """
         simple = [name for name in names if not FORMATS[name].options]
-        found: list[Point] = []
+        runs = [run.formats for run in self.runs if {*run.formats} <= {HIGH, *names}]
+        found = [Point(self.cost(formats), self.gap(formats), formats) for formats in runs]
         for special in [name for name in names if FORMATS[name].options] or [None]:
             allowed = [HIGH, *simple, *([special] if special else [])]
             middle: Sequence[str] = (HIGH,) * len(self.units)

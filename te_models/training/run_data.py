@@ -15,7 +15,7 @@ from .data.dataset import TokenDataset, check_vocabulary, read_meta
 from .data.errors import DataError
 from .data.pairs import FORMAT, Pairs, has_pairs
 from .data.tokenize import build_dataset
-from .data.windows import Batch, DocumentPacking, Windows
+from .data.windows import Batch, DocumentPacking, Windows, labelled_alike
 from .ranks.data_parallel import Ranks
 
 
@@ -110,7 +110,8 @@ def validation_windows(config: TrainConfig, data: RunData) -> dict[str, list[Win
     """Return the windows of each validation set; "" is what `data.validation_fraction` holds out of all data sets."""
     fraction, found = config.data.validation_fraction, {}
     if fraction:
-        found[""] = [_windows(config, dataset, "validation", fraction) for dataset in data.training]
+        own = [_windows(config, dataset, "validation", fraction) for dataset in data.training]
+        found[""] = [*labelled_alike(own)]
     for name, dataset in data.validation.items():
         found[name] = [_windows(config, dataset, "all", 0.0)]
     return found

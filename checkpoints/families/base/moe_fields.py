@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from te_models.config import ModelConfig
@@ -57,12 +58,33 @@ class RouterLoss:
         return {"moe.aux_loss_coeff": coefficient if used else 0.0, **kind}
 
     def write(self, config: ModelConfig) -> Values:
-        coefficient = config.moe.aux_loss_coeff if config.moe is not None else 0.0
+        coefficient = joint_coefficient(config)
         return (
             {"output_router_logits": True, "router_aux_loss_coef": coefficient}
             if coefficient
             else {"output_router_logits": False}
         )
+
+
+def joint_coefficient(config: ModelConfig) -> float:
+    """Return the coefficient of transformers' load-balancing loss, of all layers together; 0 for a model without one,
+    and for one whose layers have a loss each."""
+    moe = config.moe
+    return moe.aux_loss_coeff if moe is not None and moe.moe_router_load_balancing_type == "joint_aux_loss" else 0.0
+
+
+def left_out_loss(config: ModelConfig, known: Collection[str]) -> str | None:
+    """Return a note on the load-balancing loss that config.json does not say, in a family whose fields `known` say
+    transformers'; None where it says the model's."""
+    moe = config.moe
+    if moe is None or not moe.aux_loss_coeff or joint_coefficient(config) or "output_router_logits" not in known:
+        return None
+    layers = sum(config.is_moe_layer(i) and i not in moe.hash_layers for i in range(config.num_layers))
+    return (
+        f"config.json has no load-balancing loss: this model's is {moe.moe_router_load_balancing_type!r}, of each "
+        "layer, and transformers' is 'joint_aux_loss', of all layers together; about as strong there is a "
+        f"coefficient of {moe.aux_loss_coeff * layers / moe.moe_router_topk:.3g}, with output_router_logits"
+    )
 
 
 @dataclass(frozen=True)

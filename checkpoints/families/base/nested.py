@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from te_models.config import ModelConfig
 
 from ...io.errors import CheckpointError
-from .fields import REQUIRED, Entry, HFConfig, OfOneField, Values, get_path, read_typed, shorten_value
+from .fields import REQUIRED, Entry, HFConfig, OfOneField, Values, read_typed, shorten_value
 
 
 @dataclass(frozen=True)
@@ -29,15 +30,15 @@ class Within(OfOneField):
 
 @dataclass(frozen=True)
 class Repeated(OfOneField):
-    """A field that another entry reads, and that this one writes unless it is zero."""
+    """A field that another entry reads, and that this one writes unless it is zero. value: of a model."""
 
-    path: str
+    value: Callable[[ModelConfig], float]
 
     def read(self, hf: HFConfig) -> Values:
         return {}
 
     def write(self, config: ModelConfig) -> Values:
-        value = get_path(config, self.path)
+        value = self.value(config)
         return {self.hf: value} if value else {}
 
 

@@ -23,8 +23,8 @@ Evaluation = Callable[[GPTModel], float | torch.Tensor | Mapping[str, float | to
 class Evaluations:
     """What `evaluation.functions` and `evaluation.tasks` of a run measure, by name.
 
-    Raises ConfigError for names that are not installed, tasks without a tokenizer or over several ranks, and
-    MissingExtraError without lm_eval."""
+    Raises ConfigError for names that are not installed, tasks that do not exist, have no tokenizer, or are measured on
+    several ranks, and MissingExtraError without lm_eval."""
 
     def __init__(self, config: TrainConfig, functions: Mapping[str, Evaluation], ranks: int) -> None:
         asked = config.evaluation
@@ -82,14 +82,21 @@ class _Tasks:
     """Tasks of lm-evaluation-harness over the model that is trained."""
 
     def __init__(self, config: TrainConfig, tokenizer: Path) -> None:
-        self._config, self._tokenizer = config, tokenizer
+        from ...evaluation.harness import check_tasks
+
+        self._asked, self._tokenizer = config.evaluation, tokenizer
+        folder = None if self._asked.task_folder is None else Path(self._asked.task_folder)
+        keys = "evaluation.tasks", "evaluation.task_folder"
+        try:
+            self._manager = check_tasks(self._asked.tasks, folder, keys)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
 
     def __call__(self, model: GPTModel) -> dict[str, float]:
         from ...evaluation.harness import run_tasks_of
 
-        asked = self._config.evaluation
-        folder = None if asked.task_folder is None else Path(asked.task_folder)
+        asked = self._asked
         found: dict[str, Any] = run_tasks_of(
-            model, self._tokenizer, asked.tasks, task_folder=folder, limit=asked.task_limit
+            model, self._tokenizer, asked.tasks, limit=asked.task_limit, manager=self._manager
         )
         return {f"{task}/{name}": value for task, numbers in found.items() for name, value in numbers.items()}

@@ -47,12 +47,12 @@ def model_card(output_dir: str | Path, folder: str = "final") -> str:
     facts = {
         "model": base or model.get("name") or "random weights",
         "method": _method(config),
-        "data": ", ".join(map(str, data.get("text") or data.get("blend") or [data.get("path")])),
+        "data": _data(data),
         "steps": f"{last.get('step', 0)} of {config['steps']}",
         "tokens": f"{last['tokens']:,}" if "tokens" in last else None,
         "windows": f"{plural(data['sequence_length'], 'token')}, {data['micro_batch_size']} x "
         f"{data['gradient_accumulation']} a step on each of {plural(environment.get('ranks', 1), 'rank')}",
-        "precision": f"{precision['dtype']}, recipe {precision['recipe']}",
+        "precision": _precision(precision),
         "optimizer": f"{config['optimizer']['kind']}, lr {config['optimizer']['lr']}, {config['schedule']['kind']}",
         "loss": _number(last.get("loss")),
         "validation loss": _number(measured.get("validation_loss")),
@@ -110,10 +110,10 @@ class PushToHub(Callback):
 
     def __init__(self, repo_id: str, **options: Any) -> None:
         """options: of `push_to_hub`. Raises ConfigError for what is no name of a repository."""
-        hub = require("huggingface_hub", "hf", feature="hub.repo_id")
+        utils, errors = (require(f"huggingface_hub.{x}", "hf", feature="hub.repo_id") for x in ("utils", "errors"))
         try:
-            hub.utils.validate_repo_id(repo_id)
-        except hub.errors.HFValidationError:
+            utils.validate_repo_id(repo_id)
+        except errors.HFValidationError:
             raise ConfigError(
                 f"hub.repo_id is {repo_id!r}; allowed: organisation/name, of letters, digits, '-', '_' and '.'"
             ) from None
@@ -137,7 +137,29 @@ def _method(config: dict[str, Any]) -> str:
     method = (config.get("posttraining") or {}).get("method", "none")
     rank = config["lora"]["rank"]
     trained = f"LoRA of rank {rank}" if rank else "all weights"
+    if method == "distill":
+        method += f" from {config['posttraining']['teacher']}"
     return trained if method == "none" else f"{method}, {trained}"
+
+
+def _data(data: dict[str, Any]) -> str:
+    """Name the text or the data sets, with the steps from which a blend has other weights."""
+    names = ", ".join(map(str, data.get("text") or data.get("blend") or [data.get("path")]))
+    return "".join([names, *(f"; from step {stage}" for stage in data.get("blend_steps", ()))])
+
+
+def _precision(precision: dict[str, Any]) -> str:
+    """Say the recipe of each part of a run, and what weights are rounded to or stored as."""
+    said = [precision["dtype"], f"recipe {precision['recipe']}"]
+    for phase in precision.get("schedule", ()):
+        share = phase["from_share"]
+        begin = f"step {phase['from_step']}" if share is None else f"{share:.0%} of the run"
+        said.append(f"{phase['recipe']}{' (forward)' * (phase['passes'] == 'forward')} from {begin} on")
+    if precision.get("qat", "none") != "none":
+        said.append(f"weights{' and inputs' * precision['qat_activations']} rounded to {precision['qat']}")
+    if precision.get("quantized_weights"):
+        said.append("weights stored quantized")
+    return ", ".join(said)
 
 
 def _is_hub_id(base: Any) -> bool:

@@ -211,7 +211,8 @@ class DataConfig(ConfigPart):
             entries = tuple(entry.strip() for entry in weights.split(","))
             stage = _weights("data.blend_steps", entries, (text,), least=0)
             other = sorted(stage.keys() ^ self.weights().keys())
-            check(not other, "data.blend_steps", text, f"each folder of data.blend; {', '.join(other)} is in one alone")
+            allowed = f"each folder of data.blend, and no other; not so: {', '.join(other)}"
+            check(not other, "data.blend_steps", text, allowed)
             found.append((int(step), tuple(stage[path] for path in self.weights())))
         return found
 

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
 
-from .errors import DataError
-from .windows import Batch, Windows
+from .windows import Batch, Windows, labelled_alike
 
 
 @dataclass(frozen=True)
@@ -29,8 +28,7 @@ class Blend:
     later: tuple[tuple[int, tuple[Fraction, ...]], ...] = ()
 
     def __post_init__(self) -> None:
-        if len({part.dataset.loss_mask is None for part in self.parts}) > 1:
-            raise DataError("some data sets of the blend have a loss mask and others have none; allowed: one kind")
+        object.__setattr__(self, "parts", labelled_alike(self.parts))
 
     @cached_property
     def _stages(self) -> list[tuple[int, tuple[Fraction, ...], list[int]]]:

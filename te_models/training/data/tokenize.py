@@ -85,9 +85,8 @@ def build_dataset(
     if fields.format == "preference":
         chosen, rejected = fields.name("chosen"), fields.name("rejected")
         warnings.warn(
-            f"a run learns {chosen!r} of preference pairs, as answers (supervised fine-tuning), and nothing of "
-            f'{rejected!r}; data.format = "preference" (--format) says so; "preference_pairs" '
-            'keeps both, for posttraining.method = "dpo"',
+            f'data.format = "preference" is supervised fine-tuning on {chosen!r}, and a run learns nothing of '
+            f'{rejected!r}; "preference_pairs" (--format) keeps both, for posttraining.method = "dpo"',
             stacklevel=2,
         )
     load = partial(load_encoder, tokenizer, format=fields.format, options=options)

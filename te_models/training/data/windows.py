@@ -18,7 +18,7 @@ from __future__ import annotations
 import bisect
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any, Literal, NamedTuple
 
@@ -98,6 +98,7 @@ class Windows:
     Args:
         split: "train" repeats for ever, in a shuffled order that is new in each epoch; "validation" is read once, in
             file order; "all" is the whole data set, read as "validation" is.
+        labelled: Whether batches have labels, also where every token is scored.
 
     Raises DataError if the data set has no window of sequence_length tokens in the split.
     """
@@ -108,6 +109,7 @@ class Windows:
     validation_fraction: float
     seed: int
     packing: DocumentPacking = DocumentPacking()
+    labelled: bool = False
 
     def __post_init__(self) -> None:
         if len(self) == 0:
@@ -165,7 +167,7 @@ class Windows:
             start = window * S
             ids, scored = file.read(start, S), None if mask is None else mask.read(start, S)
             sizes = self._sizes_within(start) if self.packing.by_document else [S]
-        if not self.packing.by_document and scored is None:
+        if not self.packing.by_document and scored is None and not self.labelled:
             return Batch(ids[None])
         real, padding, packing = len(ids), S - len(ids), self.packing
         labels = ids.clone() if scored is None else ids.masked_fill(scored == 0, IGNORE_INDEX)
@@ -193,6 +195,13 @@ class Windows:
         first, last = torch.searchsorted(ends, within, right=True).tolist()
         cuts = [start, *dict.fromkeys(ends[first:last].tolist()), start + S]
         return [b - a for a, b in itertools.pairwise(cuts) if b > a]
+
+
+def labelled_alike(parts: Sequence[Windows]) -> tuple[Windows, ...]:
+    """Return windows of data sets that are read together: of text and of chats, all have labels, so that batches are
+    alike on all ranks and in all steps."""
+    mixed = len({part.dataset.loss_mask is None for part in parts}) > 1
+    return tuple(replace(part, labelled=True) for part in parts) if mixed else tuple(parts)
 
 
 @dataclass(frozen=True)

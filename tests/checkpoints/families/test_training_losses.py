@@ -131,6 +131,25 @@ def test_megatrons_loss_is_the_default_and_sums_layers() -> None:
     assert default.moe_router_load_balancing_type == "aux_loss"
 
 
+@pytest.mark.parametrize("kind", ["aux_loss", "seq_aux_loss", "global_aux_loss", "joint_aux_loss"])
+def test_an_export_says_the_loss_that_transformers_has_and_no_other(kind: str, tmp_path: Path) -> None:
+    for case in ("mixtral", "dbrx"):
+        model = GPTModel.from_hf(with_loss(case))
+        model.config = model.config.replace(
+            moe=model.config.moe.replace(aux_loss_coeff=0.02, moe_router_load_balancing_type=kind)
+        )
+        model.save_pretrained(tmp_path / f"ours-{case}")
+        notes = export_hf(tmp_path / f"ours-{case}", tmp_path / case).notes
+        written = json.loads((tmp_path / case / "config.json").read_text())
+        found = (
+            written.get("router_aux_loss_coef") if case == "mixtral" else written["ffn_config"].get("moe_loss_weight")
+        )
+        joint = kind == "joint_aux_loss"
+        assert (written["output_router_logits"], found == 0.02, len(notes)) == (joint, joint, not joint)
+        weight = 0.02 * model.config.num_layers / model.config.moe.moe_router_topk
+        assert joint or (f"is {kind!r}, of each layer" in notes[0] and f"coefficient of {weight:.3g}, with" in notes[0])
+
+
 def test_a_loss_over_all_layers_has_no_stages() -> None:
     model = GPTModel.from_hf(with_loss("mixtral"))
     with pytest.raises(ConfigError, match="'joint_aux_loss', which compares experts over all layers; allowed in a sta"):

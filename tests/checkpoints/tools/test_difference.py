@@ -93,8 +93,12 @@ def test_what_config_json_has_no_word_for_is_no_difference(tmp_path: Path) -> No
     export_hf(tmp_path / "ours", tmp_path / "hf")
     assert verify(tmp_path / "ours", tmp_path / "hf").equal and diff(tmp_path / "hf", tmp_path / "ours").equal
     file = tmp_path / "hf/config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"router_aux_loss_coef": 0.02}))
-    assert verify(tmp_path / "ours", tmp_path / "hf").differences == ["config: moe.aux_loss_coeff: 0.01 and 0.02"]
+    theirs = {"router_aux_loss_coef": 0.02, "output_router_logits": True}
+    file.write_text(json.dumps(json.loads(file.read_text()) | theirs))
+    assert verify(tmp_path / "ours", tmp_path / "hf").differences == [
+        "config: moe.moe_router_load_balancing_type: 'aux_loss' and 'joint_aux_loss'",
+        "config: moe.aux_loss_coeff: 0.01 and 0.02",
+    ]
 
 
 def test_the_verb(llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -134,6 +134,17 @@ def test_each_format_is_corrected_by_its_own_runs() -> None:
     )
 
 
+def test_what_was_run_takes_part_in_the_search() -> None:
+    """MXFP8 loses twice its parts on a few units, and on all what was measured: a sum over units does not say that."""
+    parts = {name: Parts((gap / 6,) * 6, (0.0,) * 6, 1.0, 0.0) for name, gap in (("mxfp8", 1.2), ("nvfp4", 3.0))}
+    runs = (MeasuredRun(("mxfp8",) * 6, (1.1, 1.2, 1.3)), MeasuredRun(("nvfp4",) * 6, (2.9, 3.0, 3.1)))
+    half = MeasuredRun(("bf16",) * 3 + ("mxfp8",) * 3, (1.1, 1.2, 1.3))
+    prediction = Prediction(units(3), parts, seeds=3, runs=(*runs, *[half] * 9))
+    point = equal_cost(prediction, ["mxfp8", "nvfp4"], 0.5)
+    assert point.formats == ("mxfp8",) * 6 and point.gap == pytest.approx(1.2)
+    assert equal_cost(prediction, ["nvfp4"], 0.5).gap == pytest.approx(2.0)  # of formats that nobody asked for, none
+
+
 def test_intervals_over_seeds() -> None:
     found = Interval.of([1.0, 2.0, 3.0])
     assert (found.mean, found.half_width) == pytest.approx((2.0, 4.303 / 3**0.5))

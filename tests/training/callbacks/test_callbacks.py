@@ -16,6 +16,8 @@ from te_models import GPTModel, training
 from te_models.child_process import import_path
 from te_models.config import ConfigError
 from te_models.training.callbacks import load_installed
+from te_models.training.config.precision import RecipePhase
+from te_models.training.log.starts import record_start
 from tests.training.runs import assert_same_bits, tensors_under, tiny_run
 
 LOSS = training.EvaluationConfig(every=2, batches=1)
@@ -113,6 +115,19 @@ def test_evaluations_that_fail_and_those_of_a_configuration(tmp_path: Path) -> N
         LOSS.replace(functions=("a",))
 
 
+def test_a_task_that_does_not_exist_is_refused_before_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The harness here knows none."""
+    tasks = SimpleNamespace(TaskManager=lambda **_: SimpleNamespace(match_tasks=lambda names: []))
+    for name, module in {"lm_eval": SimpleNamespace(tasks=tasks), "lm_eval.tasks": tasks}.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    config = run_of(tmp_path, evaluation=LOSS.replace(tasks=("nothing",)))
+    config = config.replace(model=config.model.replace(config=None, path=str(tmp_path)))
+    said = "evaluation.tasks 'nothing' is no task of lm-evaluation-harness or of evaluation.task_folder"
+    with pytest.raises(ConfigError, match=said):
+        training.train(config)
+    assert not Path(config.output_dir).exists()
+
+
 def test_named_callbacks_are_installed_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A module in the current directory is not imported, wherever Python put that in the path."""
     (tmp_path / "stranger.py").write_text("raise SystemExit('it ran')\n")
@@ -175,8 +190,33 @@ class Api:
         return SimpleNamespace(commit_url="https://hub/me/model/commit/1")
 
 
+def test_a_card_says_what_changes_during_a_run(tmp_path: Path) -> None:
+    """Recipes, what weights are rounded to, the weights of a blend, the teacher."""
+    (tmp_path / "run/final").mkdir(parents=True)
+    (tmp_path / "run/final/config.json").write_text("{}")
+    phases = RecipePhase(from_step=3, recipe="nvfp4"), RecipePhase(from_share=0.9, passes="forward")
+    blend = training.DataConfig(blend=("a=1", "b=1"), blend_steps=("5: a=0, b=1",))
+    rounded = training.PrecisionConfig(qat="nvfp4", qat_activations=True)
+    for changes, fact in (
+        (
+            {"precision": training.PrecisionConfig(schedule=phases)},
+            "none, nvfp4 from step 3 on, none (forward) from 90% of the",
+        ),
+        ({"precision": rounded}, "precision | bf16, recipe none, weights and inputs rounded to nvfp4 |"),
+        ({"data": blend}, "| data | a=1, b=1; from step 5: a=0, b=1 |"),
+        (
+            {"posttraining": training.PosttrainingConfig(method="distill", teacher="big")},
+            "method | distill from big, all w",
+        ),
+    ):
+        record_start(tmp_path / "run", run_of(tmp_path, steps=20, **changes), 0, "cpu", 1)
+        assert fact in training.model_card(tmp_path / "run")
+
+
 def test_the_result_is_uploaded_with_its_facts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.HfApi", Api)
+    for name in ("utils", "errors"):  # the package has them once somebody imported them
+        monkeypatch.delattr(sys.modules["huggingface_hub"], name, raising=False)
     Api.calls.clear()
     config = run_of(tmp_path, hub=training.HubConfig(repo_id="me/model"), steps=2)
     for token, said in ((None, "without a token; allowed: after `hf auth login`, or with HF_TOKEN"), ("hf_x", "")):

@@ -41,6 +41,19 @@ def test_a_blend_reads_its_data_sets_by_weight(tmp_path: Path) -> None:
         assert torch.equal(blend.examples(position, 4).input_ids[1:], blend.examples(position + 1, 3).input_ids)
 
 
+def test_text_and_chats_are_mixed(tmp_path: Path) -> None:
+    """Batches of text alone have labels, too: ranks and steps agree about what is computed."""
+    chats, text = tmp_path / "chats.jsonl", of_one_token(tmp_path / "text", 1, 3)
+    chats.write_text('{"prompt": "abc", "completion": "defgh"}\n' * 6)
+    options = training.DocumentOptions(format="prompt_completion")
+    data = training.build_dataset(tmp_path / "chats", [chats], "bytes", options=options)
+    blend = Blend((text, training.Windows(data, 4, "train", 0.0, 0)), (Fraction(1), Fraction(1)))
+    for position in range(6):
+        ids, labels, *places = blend.examples(position, 1)
+        answer = ids.masked_fill((ids >= ord("a")) & (ids <= ord("c")), -100)
+        assert torch.equal(labels, ids if (ids == 1).all() else answer) and places == [None, None]
+
+
 def blended(tmp_path: Path, name: str, **changes: object) -> training.TrainConfig:
     run = tiny_run(tmp_path, name, steps=4)
     folders = [tmp_path / "json", tmp_path / "email"]
@@ -146,7 +159,7 @@ def test_a_curriculum_resumes_bit_for_bit(tmp_path: Path) -> None:
     [
         (("a=1",), '"step: folder=weight, folder=weight"'),
         (("5: a=1, b=1", "5: a=1, b=2"), "a step after 5, in ascending order"),
-        (("5: a=1",), "each folder of data.blend; b is in one alone"),
+        (("5: a=1",), "each folder of data.blend, and no other; not so: b"),
         (("5: a=0, b=0",), "a weight above 0"),
     ],
 )

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from te_models.cli.main import main
 from te_models.training import DataError, DocumentOptions, TokenDataset, build_dataset
 from te_models.training.data.formats import Document, Fields, RowError
 
@@ -180,6 +181,19 @@ def test_that_pairs_are_learned_by_half_is_said_once(tmp_path: Path) -> None:
     rows = tmp_path / "a.jsonl"
     rows.write_text('{"prompt": "a", "good": "b", "rejected": "c"}\n' * 2)
     options = DocumentOptions(format="preference", fields=("chosen=good",))
-    with pytest.warns(UserWarning, match="learns 'good' of preference pairs, .* nothing of 'rejected'; data") as told:
+    with pytest.warns(UserWarning, match="fine-tuning on 'good', .* nothing of 'rejected'; \"pref") as told:
         data = build_dataset(tmp_path / "d", [rows], "bytes", options=options)
     assert len(told) == 1 and data.tokens.tolist() == [*b"ab", 256] * 2
+
+
+@pytest.mark.filterwarnings("default")
+def test_the_command_line_notes_what_python_warns_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.jsonl").write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n')
+    words = ["tokenize", str(tmp_path / "a.jsonl"), "--tokenizer", "bytes", "--format", "preference", "--json"]
+    assert main([*words, "--output", str(tmp_path / "d")]) == 0
+    said = capsys.readouterr()
+    assert (
+        "note: data.format = \"preference\" is supervised fine-tuning on 'chosen'" in said.err
+        and "Warning" not in said.err
+    )
+    assert "on 'chosen'" in json.loads(said.out)["notes"][0]
