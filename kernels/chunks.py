@@ -21,6 +21,12 @@ def wide(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
+def finite_decay(g: Tensor) -> Tensor:
+    """Return the logarithm of a decay, at least -104, whose exponential is 0 in float32 and 1e-45 in float64: of sums
+    with minus infinity, differences would be NaN."""
+    return g.clamp(min=-104.0)
+
+
 def chunks_of(x: Tensor, size: int = CHUNK) -> Tensor:
     """Return x [B, T, H, D] as [N, B, H, C, D], and [B, T, H] as [N, B, H, C], zeros behind the last token."""
     batch, tokens, heads, *channels = x.shape

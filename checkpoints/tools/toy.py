@@ -100,8 +100,8 @@ def small_config(config: ModelConfig, chosen: Sequence[int], experts: int | None
     if moe is not None:
         moe["layers"] = [place for place, i in enumerate(chosen) if config.is_moe_layer(i)]
     if moe is not None and config.moe is not None and config.moe.hash_layers:
-        if experts not in (None, config.moe.num_moe_experts):
-            raise CheckpointError(f"experts is {experts}; allowed: None, because a table names experts by the token")
+        if experts not in (None, have := config.moe.num_moe_experts):
+            raise CheckpointError(f"experts is {experts}; allowed: all {have}, as a table names experts by the token")
         moe["hash_layers"] = [place for place, i in enumerate(chosen) if i in config.moe.hash_layers]
     if moe is not None and moe["num_moe_experts"] < 2 * (moe["router"]["num_groups"] or 0):
         # transformers values a group by the sum of its two best experts, and fails if there is only one

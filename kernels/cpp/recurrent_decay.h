@@ -12,6 +12,7 @@ namespace te_models {
 
 constexpr int64_t kBlock = kLanes;  // tokens, whose pairs are multiplied one by one where each channel decays
 constexpr int64_t kBlocks = kChunk / kBlock;
+constexpr float kForgotten = -104.0f;  // whose exponential is 0; of sums with less, differences would be NaN
 constexpr int kTogether = 4;  // keys that a query is multiplied by together
 
 inline void fill_causal(float* pairs) {
@@ -31,7 +32,7 @@ struct HeadDecay {
   void read(const float* g, int64_t stride, int64_t count, int64_t, int64_t) {
     double sum_of_g = 0.0;  // of up to kChunk, whose differences are read
     for (int64_t i = 0; i < kChunk; ++i) {
-      if (i < count) sum_of_g += g[i * stride];
+      if (i < count) sum_of_g += std::max(g[i * stride], kForgotten);
       total[i] = float(sum_of_g);
     }
     const Floats last = all(total[kChunk - 1]);

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..chunks import CHUNK, Marks, chunks_of, join_chunks, marks_of, masked, wide
+from ..chunks import CHUNK, Marks, chunks_of, finite_decay, join_chunks, marks_of, masked, wide
 from .states import delta_states
 
 _DIRECT = 8
@@ -46,7 +46,7 @@ def gated_delta_rule(
         key_heads, shared = heads, 1
     q, k = (chunks_of(x.to(dtype)).unsqueeze(3) for x in (q, k))
     v, g, beta = (chunks_of(x.to(dtype)).unflatten(2, (key_heads, shared)) for x in (v, g, beta))
-    total = g.cumsum(4)
+    total = finite_decay(g).cumsum(4)
     if g.dim() == 6:
         keys, queries = products(k, k, total), products(q, k, total)
         keys, queries = (masked(x, marks.sees) for x in (keys, queries))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..chunks import chunks_of, join_chunks, marks_of, masked, wide
+from ..chunks import chunks_of, finite_decay, join_chunks, marks_of, masked, wide
 from .states import decayed_states
 
 
@@ -31,7 +31,7 @@ def linear_attention(
     marks = marks_of(starts, v.device)
     groups = (key_heads, heads // key_heads)
     q, k = (chunks_of(x.to(dtype)) for x in (q, k))
-    v, total = chunks_of(v.to(dtype)), chunks_of(g.to(dtype)).cumsum(-1)
+    v, total = chunks_of(v.to(dtype)), chunks_of(finite_decay(g.to(dtype))).cumsum(-1)
     decay = torch.where(marks.sees, total[..., :, None] - total[..., None, :], float("-inf")).exp()
     last = total[..., -1:]
     entered, left = masked(total.exp(), marks.enters)[..., None], masked((last - total).exp(), marks.leaves)[..., None]

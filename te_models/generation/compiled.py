@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -14,8 +15,9 @@ from torch import Tensor
 
 from ..compile.cache import backend_for
 from ..compile.compile_model import with_room
+from ..config import ModelConfig
 from ..model import GPTModel
-from ..model.cache.static import StaticStep
+from ..model.cache.static import StaticKVCache, StaticStep
 
 FEWEST = 64
 """Slots of the smallest cache."""
@@ -40,11 +42,15 @@ def _decode(model: GPTModel, ids: Tensor, position_ids: Tensor, memory: StaticSt
 Decode = Callable[[GPTModel, Tensor, Tensor, StaticStep], tuple[Tensor, Tensor | None]]
 
 
-def decode_step(model: GPTModel) -> Decode:
-    """Return the compiled step, one for all models. Importing it does not import the compiler; calling this does."""
-    return _compiled(backend_for(model))
+def decode_step(model: GPTModel, cache: StaticKVCache) -> Decode:
+    """Return the compiled step of models with one configuration, in caches of one shape and dtype. Importing it does
+    not import the compiler; calling this does."""
+    return _compiled(backend_for(model), model.config, cache.batch_size, cache.max_length, cache.dtype)
 
 
 @cache
-def _compiled(backend: str | Callable[..., Any]) -> Decode:
-    return with_room(torch.compile(_decode, fullgraph=True, dynamic=False, backend=backend))
+def _compiled(backend: str | Callable[..., Any], config: ModelConfig, *sizes: object) -> Decode:
+    """Compile a copy of `_decode`: torch counts graphs by the code that they are of, and a process that serves many
+    models in many batches would run out of them."""
+    step = FunctionType(_decode.__code__.replace(), _decode.__globals__)
+    return with_room(torch.compile(step, fullgraph=True, dynamic=False, backend=backend))

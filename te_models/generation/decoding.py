@@ -135,7 +135,7 @@ def _steps(
     if compile:
         cache = StaticKVCache(model.config, batch, static_length(room), dtype=dtype, device=ids.device)
         cache.set_padding(mask)
-        step = decode_step(model)
+        step = decode_step(model, cache)
     else:
         cache = KVCache(model.config, batch, room, dtype=dtype, device=ids.device, tp_size=model.tp_size)
     padded = not bool(mask.all())

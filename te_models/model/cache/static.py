@@ -131,6 +131,7 @@ class StaticKVCache:
         check_sizes(batch_size, max_length)
         self.batch_size = batch_size
         self.max_length = max_length
+        self.dtype = dtype
         self.length = 0
         position = torch.zeros((), dtype=torch.int64, device=device)
         self.padding = torch.zeros(batch_size, dtype=torch.int64, device=device)

@@ -280,6 +280,17 @@ def test_decays_do_not_overflow(by_channel: bool) -> None:
     close(found, wanted, torch.float32, 130)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("name", ["gated_delta", "gated_delta_by_channel", "linear_attention"])
+def test_a_decay_of_zero_forgets(name: str, dtype: torch.dtype) -> None:
+    rule = RULES[name]
+    torch.manual_seed(0)
+    tensors = rule.make(1, 70)
+    tensors["g"][:, [20, 21, 65], 1:] = float("-inf")
+    state = torch.randn(1, *rule.state, dtype=dtype, requires_grad=True)
+    close(*both(rule, cast(tensors, rule.rows, dtype), state), dtype, 70)
+
+
 def test_refused() -> None:
     def sentence(function, *arguments: Tensor, **options: Tensor) -> str:
         with pytest.raises(ValueError) as caught:

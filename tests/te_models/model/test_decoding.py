@@ -103,8 +103,7 @@ def test_what_cannot_be_taken_back_is_refused() -> None:
 def eager_graphs(monkeypatch: pytest.MonkeyPatch) -> CompileCounterWithBackend:
     """Trace the step as for the compiler, run what was traced, and count."""
     counter = CompileCounterWithBackend("eager")
-    step = torch.compile(compiled._decode, fullgraph=True, dynamic=False, backend=counter)
-    monkeypatch.setattr("te_models.generation.decoding.decode_step", lambda model: step)
+    monkeypatch.setattr(compiled, "backend_for", lambda model: counter)
     return counter
 
 
@@ -117,6 +116,17 @@ def test_one_graph_decodes_every_token(name: str, monkeypatch: pytest.MonkeyPatc
     assert torch.equal(got, generate(model, ids, 14, attention_mask=mask)) and graphs.frame_count == 1
     generate(model, ids[:, 3:], 8, compile=True)  # a text of another length finds the graph
     assert graphs.frame_count == 1
+
+
+def test_models_and_batches_do_not_share_the_limit_of_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs = eager_graphs(monkeypatch)
+    monkeypatch.setattr("te_models.compile.compile_model.GRAPHS", 1)
+    with torch._dynamo.config.patch(recompile_limit=1):
+        for model, rows in ((model_of("dense"), 1), (model_of("dense", num_layers=1), 1), (model_of("dense", 1), 2)):
+            assert torch.equal(
+                generate(model, token_ids(rows, 5), 3, compile=True), generate(model, token_ids(rows, 5), 3)
+            )
+    assert graphs.frame_count == 3
 
 
 def test_texts_of_all_lengths_share_a_handful_of_graphs() -> None:
