@@ -17,11 +17,13 @@ from te_models.checkpoints.mapping.param_shapes import is_linear_weight
 from te_models.cli.main import main
 from te_models.config import ConfigError, ModelConfig
 from te_models.kernels.torch_versions import TORCH_2_11
+from te_models.layers.attention.core import attend
 from te_models.lora import add_lora
 from te_models.model.flops import forward_flops_per_token, training_flops_per_token
 from te_models.plan import Estimated, Hardware, Plan, Refused, layouts, plan_layouts, plan_run
 from te_models.plan.layouts import choices_of, dispatches_of, layouts_of
-from te_models.plan.micro_batch import of_layers
+from te_models.plan.micro_batch import as_few_operations, of_layers
+from te_models.plan.simulation import Recorder, fake_tensors
 from te_models.training import LoRAConfig, ModelSource, PrecisionConfig, TrainConfig
 from te_models.training.config.precision import RecipePhase
 from te_models.training.trained import step_flops_per_token
@@ -105,6 +107,18 @@ def test_flops_are_those_of_the_gemms(name: str) -> None:
     gemms = counted.get("aten.mm", 0) + counted.get("aten.addmm", 0)
     assert length * forward_flops_per_token(config, length) == gemms + attention_flops(config, length)
     assert training_flops_per_token(config, length) == 3 * forward_flops_per_token(config, length)
+
+
+def test_attention_in_a_plan_writes_no_scores() -> None:
+    """Of latent attention, neither, whose values are narrower than its keys."""
+    with fake_tensors(), as_few_operations(), Recorder({}) as recorder:
+        query, key, value = (
+            torch.empty(1, 4, 512, channels, dtype=torch.bfloat16, device="cpu", requires_grad=True)
+            for channels in (192, 192, 128)
+        )
+        options = {"causal": True, "scale": 1.0, "softcap": None, "dropout": 0.0}
+        attend(query, key, value, None, None, None, **options).sum().backward()
+        assert recorder.peak < 10 * query.nbytes < 4 * 512 * 512 * 2 * 4
 
 
 @pytest.mark.parametrize("targets", [("all-linear",), ("linear_qkv", "*.1.*.linear_fc2")])
