@@ -129,7 +129,7 @@ def _of_run(config: TrainConfig, answers: list[list[Plan | ConfigError]]) -> Pla
     precision, found = config.precision, []
     for of_ranks in answers:
         refused = next((answer for answer in of_ranks if isinstance(answer, ConfigError)), None)
-        found.append(refused or _of_pipeline([plan for plan in of_ranks if isinstance(plan, Plan)]))
+        found.append(refused or of_pipeline([plan for plan in of_ranks if isinstance(plan, Plan)]))
     plans = [plan for plan in found if isinstance(plan, Plan)]
     if len(plans) < len(found):
         return next(error for error in found if isinstance(error, ConfigError))
@@ -145,7 +145,7 @@ def _of_run(config: TrainConfig, answers: list[list[Plan | ConfigError]]) -> Pla
     return replace(most, stretches=stretches)
 
 
-def _of_pipeline(plans: Sequence[Plan]) -> Plan:
+def of_pipeline(plans: Sequence[Plan]) -> Plan:
     """Return the memory of the rank that takes the most, and what the slowest one sends and waits for, which is what
     the others wait for, too."""
     most, slowest = max(plans, key=lambda plan: plan.memory), max(plans, key=lambda plan: plan.step_s)

@@ -1,5 +1,6 @@
 """A plan says, without the machines, what real ranks send to the byte and hold to a tenth, and what they compute."""
 
+import dataclasses
 import json
 import math
 import subprocess
@@ -24,7 +25,8 @@ from te_models.plan import Estimated, Hardware, Plan, Refused, layouts, plan_lay
 from te_models.plan.cost import recomputed_share
 from te_models.plan.layouts import changed, dispatches_of, layouts_of, recomputations_of, updates_of
 from te_models.plan.micro_batch import as_few_operations, of_layers
-from te_models.plan.process import plan_each
+from te_models.plan.process import of_pipeline, plan_each
+from te_models.plan.result import Traffic
 from te_models.plan.simulation import Recorder, fake_tensors
 from te_models.training import LoRAConfig, ModelSource, PrecisionConfig, TrainConfig
 from te_models.training.config.precision import RecipePhase
@@ -454,6 +456,15 @@ def test_a_pipeline_waits_while_it_fills_and_empties(tmp_path: Path) -> None:
     size = config.data.micro_batch_size * config.data.sequence_length * config.model.config.hidden_size * 4
     ahead = int(TORCH_2_11)  # its first step sends a number first
     assert (sent.calls, sent.payload) == (4 + ahead, 4 * (size + ahead)), "hidden states or gradients"
+
+
+def test_a_pipeline_takes_the_memory_of_one_end_and_the_time_of_the_other() -> None:
+    moved, waits = {("send", "pp"): Traffic(1, 2, 2.0)}, {"compute": 1.0, "send over pp": 1.0}
+    seconds = {"compute_s": 1.0, "communication_s": 1.0, "step_s": 2.0, "memory_limit": 9.0, "peak_flops": 1.0}
+    slow = Plan({}, 2, 1, 1, 1, tokens=4, flops=1.0, traffic=moved, waits=waits, **seconds)
+    large = dataclasses.replace(slow, activations=5, step_s=1.0, traffic={}, waits={"compute": 1.0})
+    for ends in ([slow, large], [large, slow]):
+        assert of_pipeline(ends) == dataclasses.replace(slow, activations=5)
 
 
 @pytest.mark.slow
