@@ -74,7 +74,7 @@ _FAILED = "the plan failed: "
 
 
 class _Forks:
-    """Plans in forks of this process, which remembers what stages of pipelines cost. at_once: how many at a time."""
+    """Plans in forks of this process. It remembers what stages of pipelines cost. at_once: how many at a time."""
 
     def __init__(self, ranks: int, hardware: Hardware, at_once: int) -> None:
         self.shared, self.at_once = {"ranks": ranks, "hardware": asdict(hardware)}, at_once
@@ -146,8 +146,8 @@ def _of_run(config: TrainConfig, answers: list[list[Plan | ConfigError]]) -> Pla
 
 
 def of_pipeline(plans: Sequence[Plan]) -> Plan:
-    """Return the memory of the rank that takes the most, and what the slowest one sends and waits for, which is what
-    the others wait for, too."""
+    """Return the memory of the rank that takes the most, and the traffic and the time of the slowest: the others wait
+    for it."""
     most, slowest = max(plans, key=lambda plan: plan.memory), max(plans, key=lambda plan: plan.step_s)
     names = ("parameters", "optimizer", "activations", "host")
     return replace(slowest, **{name: getattr(most, name) for name in names})

@@ -24,7 +24,7 @@ class Traffic:
 
     @classmethod
     def of(cls, kind: str, payload: float, ranks: float) -> Self:
-        """Return the traffic of one collective of so many ranks over tensors of so many bytes: all but a rank's own
+        """Return the traffic of one collective of `ranks` ranks over tensors of `payload` bytes: all but a rank's own
         part of them goes round, twice where it is summed and handed back; what is sent to one rank goes there whole."""
         rounds = 1.0 if kind == "send" else (2 if kind == "all_reduce" else 1) * (ranks - 1) / ranks
         return cls(1, round(payload), payload * rounds)
