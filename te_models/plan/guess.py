@@ -127,8 +127,8 @@ def _sizes(model: ModelConfig, dims: ParallelDims) -> list[tuple[float, float]]:
 
 
 def _state(config: TrainConfig, model: ModelConfig, dims: ParallelDims) -> float:
-    """Return the bytes of parameters, gradients and optimizer: those of a micro-batch and, of ranks that share the
-    update alone, those of the step beside them."""
+    """Return the bytes of parameters, gradients and optimizer: the gradients of a micro-batch and, where ranks share the
+    update alone, of the step beside them."""
     width, parallel = _width(config), config.parallel
     shards = dims.data_parallel_shard_size * dims.context_parallel_size if dims.is_sharded else 1
     updated = dims.data_ranks * dims.context_parallel_size if parallel.use_distributed_optimizer else shards

@@ -116,7 +116,7 @@ class Search:
         return self._best(candidate)
 
     def _plan(self, some: Sequence[tuple[_Candidate, _Choice]]) -> list[_Candidate]:
-        """Plan layouts with these choices, and return those of which another choice may fit."""
+        """Plan layouts with these choices, and return the layouts of which another choice may fit."""
         plans, again = self.plan([choice.run for _, choice in some]), []
         for (candidate, choice), plan in zip(some, plans, strict=True):
             choice.planned = True
