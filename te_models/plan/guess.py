@@ -127,7 +127,7 @@ def _sizes(model: ModelConfig, dims: ParallelDims) -> list[tuple[float, float]]:
 
 
 def _state(config: TrainConfig, model: ModelConfig, dims: ParallelDims) -> float:
-    """Return the bytes of parameters, gradients and optimizer: the gradients of a micro-batch and, where ranks share the
+    """Return the bytes of parameters, gradients and optimizer: gradients of a micro-batch and, where ranks share the
     update alone, of the step beside them."""
     width, parallel = _width(config), config.parallel
     shards = dims.data_parallel_shard_size * dims.context_parallel_size if dims.is_sharded else 1
