@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from .. import libraries
 from ..backend import PLAIN, Backend, choose
 from ..compiling import compiling
 from ..custom_op import Output, direct, entry_of, like, operation, register_gradient, takes
@@ -40,10 +41,14 @@ _GRADIENTS_TAKE = takes(
 def uses_flash_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> bool:
     """Whether `flash_attention` attends from q: [B, N, S, D] to k: [B, G, L, D] and v: [B, G, L, Dv]: plain tensors of
     one dtype on CPU, in eager code or a graph."""
-    if not fits(q, k, v, scale) or any(type(x) not in PLAIN for x in (q, k, v)):
+    if not fits(q, k, v, scale):
         return False
     if torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") != q.dtype:
         return False  # torch's attention is of another dtype there
+    if libraries.supposed:  # accelerators have such a kernel, where torch's of a CPU would write all scores
+        return True
+    if any(type(x) not in PLAIN for x in (q, k, v)):
+        return False
     gradients = _wants_gradients(q, k, v)
     chosen = choose(ATTENTION, q, q.dtype, BACKWARD) if gradients else choose(ATTENTION, q)
     if chosen is not Backend.COMPILED:
@@ -161,7 +166,7 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bo
     G, L, D]; v: [B, G, L, Dv]; causal: of as many queries as keys, or of the last of these. Differentiable in q, k and
     v."""
     operands = (q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), scale, causal)
-    if torch.compiler.is_compiling() and compiling():
+    if libraries.supposed or (torch.compiler.is_compiling() and compiling()):
         out = flash_attention_fwd(*operands)[0]
     elif _wants_gradients(q, k, v):
         out = _FlashAttention.apply(*operands)

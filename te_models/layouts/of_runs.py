@@ -119,7 +119,7 @@ def rules_of_updates(f: Facts) -> Iterator[Rule]:
     kinds = "tensor_model", "pipeline_model", "context", "expert_model", "expert_tensor"
     for name in ("data_parallel_shard_size", *(f"{kind}_parallel_size" for kind in kinds)):
         holds = together or getattr(p, name) in (1, None)
-        yield Rule(f"parallel.{name}", holds, f"1 {where}, because each rank is a replica")
+        yield Rule(f"parallel.{name}", holds, f"1 {where}, because each rank has a whole replica")
     yield Rule("parallel.use_distributed_optimizer", together, f"False {where}")
     yield Rule("optimizer.kind", together or run.optimizer.kind != "schedule_free", f"another one {where}")
     defaults = {"optimizer.qk_clip_threshold": "null", "optimizer.ema_decay": "null", "lora.rank": "0"}
@@ -133,6 +133,9 @@ def run_on_ranks(f: Facts) -> Iterator[Rule]:
     says = f" is {length}, but the model has {positions} positions"
     yield Rule("data.sequence_length", length <= positions, says=says)
     yield Rule("precision.cache_weights", not f.is_sharded, "False", "with parallel.data_parallel_shard_size")
+    together, count = f.run.diloco.replica_ranks, f.dims.ranks
+    says = f" is {together}; allowed: a divisor of the number of ranks, {count}"
+    yield Rule("diloco.replica_ranks", count % together == 0, says=says)
     asked, over = f.parallel.reshard_after_forward, f.dims.data_parallel_shard_size * f.dims.context_parallel_size
     holds = isinstance(asked, str) or over % asked == 0
     allowed = f"a divisor of the {over} ranks over which parameters are sharded"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 
 from te_models.checkpoints import expected_tensors
 from te_models.checkpoints.mapping.param_shapes import is_expert_stack
@@ -21,6 +22,7 @@ _NO_GEMM = (
 """Parts of the names of parameters that no GEMM multiplies by."""
 
 
+@lru_cache(maxsize=8)
 def forward_flops_per_token(config: ModelConfig, sequence_length: int) -> float:
     """Return the FLOPs of one forward pass, divided by its tokens; a training step takes three times as many.
 
@@ -29,6 +31,7 @@ def forward_flops_per_token(config: ModelConfig, sequence_length: int) -> float:
     return 2.0 * _active_weights(config) + _mixer_flops(config, sequence_length)
 
 
+@lru_cache(maxsize=8)
 def attention_share(config: ModelConfig, sequence_length: int) -> float:
     """Return the part of a pass's FLOPs that mixers have of the sequence, beside the GEMMs with weights."""
     return _mixer_flops(config, sequence_length) / forward_flops_per_token(config, sequence_length)
@@ -40,6 +43,7 @@ def weight_flops_per_token(config: ModelConfig, counted: Callable[[str], bool]) 
     return 2.0 * _active_weights(config, counted)
 
 
+@lru_cache(maxsize=8)
 def shared_expert_share(config: ModelConfig, sequence_length: int) -> float:
     """Return the part of a pass's FLOPs that shared experts have."""
     shapes = expected_tensors(config, "grouped").items()

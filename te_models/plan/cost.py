@@ -7,6 +7,8 @@ same node never leaves it; deep_ep sends a token once to each node that has one 
 from __future__ import annotations
 
 import math
+from fnmatch import fnmatchcase
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from te_models.checkpoints import expected_tensors
@@ -93,14 +95,41 @@ def compute_seconds(
 ) -> float:
     """Return the seconds of a step's products, those that are computed again included. Products of layers under a
     recipe take their time by the peak of FP8; attention, routers and the output layer by that of bfloat16."""
-    again = 4 / 3 if config.model.activation_checkpointing else 1.0  # the forward pass runs twice
-    in_fp8 = quantized_share(config, model, recipes)
+    again = 1 + recomputed_share(config, model) / 3  # a forward pass is a third
+    in_fp8 = quantized_share(model, config.data.sequence_length, recipes)
     rate = (1 - in_fp8) / hardware.tflops + in_fp8 / hardware.fp8_tflops
     return again * flops * rate / 1e12 / hardware.efficiency
 
 
-def quantized_share(config: TrainConfig, model: ModelConfig, recipes: StretchRecipes) -> float:
-    """Return the part of a step's FLOPs that products under a recipe are: two thirds belong to gradients."""
+def recomputed_share(config: TrainConfig, model: ModelConfig) -> float:
+    """Return the part of a forward pass's FLOPs that backward passes compute again."""
+    source = config.model
+    patterns = ("decoder", "mtp") if source.activation_checkpointing else source.recompute_modules
+    return _share_of_modules(model, patterns, config.data.sequence_length) if patterns else 0.0
+
+
+@lru_cache(maxsize=64)
+def _share_of_modules(model: ModelConfig, patterns: tuple[str, ...], length: int) -> float:
+    """Return the part of a forward pass's FLOPs that modules have whose names match one of the patterns. What mixers
+    do beside their weights counts with these."""
+
+    def matches(name: str) -> bool:
+        words = name.split(".")
+        return any(fnmatchcase(".".join(words[:end]), each) for end in range(1, len(words)) for each in patterns)
+
+    names = expected_tensors(model, "grouped")
+    again = {name for name in names if matches(name)}
+    whole = forward_flops_per_token(model, length)
+    of_layers = (name for name in filter(is_linear_weight, names) if name.startswith("decoder.layers."))
+    mixers = [name for name in of_layers if ".mlp." not in name]
+    attends = sum(name in again for name in mixers) / max(1, len(mixers)) * attention_share(model, length)
+    return weight_flops_per_token(model, again.__contains__) / whole + attends
+
+
+@lru_cache(maxsize=8)
+def quantized_share(model: ModelConfig, length: int, recipes: StretchRecipes) -> float:
+    """Return the part of a step's FLOPs that products under a recipe are: two thirds belong to gradients. length: of
+    the texts."""
     if recipes.forward is None and recipes.gradients is None:
         return 0.0
     layers = [name for name in expected_tensors(model, "grouped") if name.startswith("decoder.")]
@@ -109,7 +138,7 @@ def quantized_share(config: TrainConfig, model: ModelConfig, recipes: StretchRec
     for number, part in enumerate(parts):
         quantized = {name for name, own in recipes_of.items() if own[number] is not None}
         share += part * weight_flops_per_token(model, lambda name, its=quantized: name in its)
-    return share / forward_flops_per_token(model, config.data.sequence_length)
+    return share / forward_flops_per_token(model, length)
 
 
 _OVERLAPPED = ("dp", "dp_shard", "dp_shard_cp", "fsdp", "dp_replicate")
@@ -156,11 +185,11 @@ class _Links:
         nodes = ep // near
         if self.config.parallel.expert_dispatch != "deepep":
             return (ep - near) / (ep - 1)
-        over_nodes = _reached(self.model, nodes) * (nodes - 1) / nodes
-        return over_nodes / (_reached(self.model, ep, limited=False) * (ep - 1) / ep)
+        over_nodes = reached(self.model, nodes) * (nodes - 1) / nodes
+        return over_nodes / (reached(self.model, ep, limited=False) * (ep - 1) / ep)
 
 
-def _reached(model: ModelConfig, parts: int, *, limited: bool = True) -> float:
+def reached(model: ModelConfig, parts: int, *, limited: bool = True) -> float:
     """Return among how many parts of the experts, of as many each, a token's lie on average. limited: the router's
     choice of groups counts, where parts are groups."""
     assert model.moe is not None

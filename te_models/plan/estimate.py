@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from ..config import ConfigError
 from ..training.config import TrainConfig
 from ..training.data.batch_size import with_global_batch
@@ -14,6 +16,7 @@ from .micro_batch import record_step
 from .process import model_of
 from .result import Hardware, Plan
 from .simulation import fake_ranks, fake_tensors
+from .stage_cost import Known
 from .stages import record_stages
 from .stretches import StretchRecipes
 
@@ -22,15 +25,31 @@ OPTIONS = (
     *("cp_comm_type", "reduce_gradients", "expert_dispatch", "reshard_after_forward", "cpu_offload"),
 )
 """Keys of [parallel] that are no sizes and that a plan depends on."""
+OF_MODEL = ("activation_checkpointing", "recompute_modules", "recompute_save_ops")
+"""Keys of [model] likewise."""
 
 
-def plan_here(config: TrainConfig, ranks: int, hardware: Hardware, pipeline_rank: int = 0, stretch: int = 0) -> Plan:
+def options_of(config: TrainConfig) -> dict[str, Any]:
+    """Return the choices of a run beside the sizes of its layout, as JSON values."""
+    own = config.model.to_dict()
+    return {name: getattr(config.parallel, name) for name in OPTIONS} | {name: own[name] for name in OF_MODEL}
+
+
+def plan_here(
+    config: TrainConfig,
+    ranks: int,
+    hardware: Hardware,
+    pipeline_rank: int = 0,
+    stretch: int = 0,
+    known: Known | None = None,
+) -> Plan:
     """Return the plan of a stretch of a run on this many ranks, in a process that belongs to no process group and plans
     no other run: torch keeps meshes of equal shape, with the groups that they had.
 
     One micro-batch and the end of a step, of a pipeline all that its schedule does, run on tensors without values, as a
     rank of the layout would run them on CPU: the first of those that have the stages of `pipeline_rank`. Layers of a
-    kind count as often as the model has them. Raises ConfigError for what `te-models train` refuses in this layout.
+    kind count as often as the model has them. known: what stages of pipelines cost in this and other plans; what this
+    one finds is added. Raises ConfigError for what `te-models train` refuses in this layout.
     """
     if config.posttraining.method == "distill":
         raise ConfigError("posttraining.method is 'distill'; allowed in a plan: others, because it counts no teacher")
@@ -44,7 +63,10 @@ def plan_here(config: TrainConfig, ranks: int, hardware: Hardware, pipeline_rank
         layout = balanced(layout, config, model)
         recipes = StretchRecipes.at(config, model, stretch)
         with fake_tensors():
-            found = (record_step if layout.stages is None else record_stages)(config, model, layout, recipes)
+            if layout.stages is None:
+                found = record_step(config, model, layout, recipes)
+            else:
+                found = record_stages(config, model, layout, recipes, known)
         dims, micro_batches = layout.dims, config.data.gradient_accumulation
     tokens = config.micro_batch_tokens * micro_batches
     flops = step_flops_per_token(config, model) * tokens
@@ -52,7 +74,7 @@ def plan_here(config: TrainConfig, ranks: int, hardware: Hardware, pipeline_rank
     waits, communication = waits_of(config, model, layout, found, flops, hardware, recipes)
     return Plan(
         sizes={**dims.sizes(), "sequence_parallel": config.parallel.sequence_parallel},
-        options={name: getattr(config.parallel, name) for name in OPTIONS},
+        options=options_of(config),
         ranks=ranks,
         parameters=round(found.parameters),
         optimizer=round(found.optimizer),

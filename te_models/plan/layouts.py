@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
 from itertools import product
-from statistics import median
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
+from te_models.checkpoints import expected_tensors
 from te_models.layers.distributed.context_parallel import CpCommType
 
 from ..config import ConfigError, ModelConfig
 from ..layouts import Facts, check_layout_rules
 from ..training.config import ParallelConfig, TrainConfig
-from .process import model_of, plan_each
+from .process import ask, read
 from .result import Hardware, Plan
-
-if TYPE_CHECKING:
-    from .guess import Guess
 
 Layout = dict[str, Any]
 """Keys of [parallel] with their values: sizes, and choices such as "cp_comm_type"."""
@@ -48,7 +44,8 @@ class Refused:
 @dataclass(frozen=True)
 class Estimated:
     """A layout that is not planned, because a rough estimate says that others are faster. sizes, options: as of a
-    `Plan`; step_s: seconds of a step, mfu: model FLOPs utilization, both estimated."""
+    `Plan`, with the choices that are fastest by estimate; step_s: seconds of a step, mfu: model FLOPs utilization, both
+    estimated."""
 
     sizes: Layout
     options: Layout
@@ -57,136 +54,100 @@ class Estimated:
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as JSON values."""
-        return {"sizes": self.sizes, "options": self.options, "estimated_step_s": self.step_s}
+        estimates = {"estimated_step_s": self.step_s, "estimated_mfu": self.mfu}
+        return {"sizes": self.sizes, "options": self.options, **estimates}
 
 
 Told = Callable[[int, int], object]
-"""Is told how many plans of how many are made."""
+"""Is told how many plans of how many that are asked for are made."""
 
-ENOUGH, MOST = 12, 60
+ENOUGH, MOST = 8, 24
 """How many layouts that fit end the search, and how many that are planned."""
-
-
-@dataclass
-class _Search:
-    """Plans of runs, and what they say of those that are not planned. activations: see `Guess.memory`."""
-
-    ranks: int
-    hardware: Hardware
-    told: Told | None
-    planned: list[tuple[Plan, TrainConfig]]
-    refused: list[Refused]
-    activations: float = 30.0
-    asked: int = 0
-
-    def plan(self, some: Sequence[tuple[Layout, TrainConfig]], *, refused: bool) -> list[Plan | ConfigError]:
-        """Plan runs, and return the plans in their order. refused: what is refused is told, too."""
-        told, before = self.told, self.asked
-
-        def count(done: int, of: int) -> None:
-            self.asked = before + of
-            if told is not None:
-                told(before + done, before + of)
-
-        plans = plan_each([run for _, run in some], self.ranks, self.hardware, count)
-        for (its, run), plan in zip(some, plans, strict=True):
-            if isinstance(plan, Plan):
-                self.planned.append((plan, run))
-            elif refused:
-                self.refused.append(Refused.of(its, plan))
-        self.planned.sort(key=lambda each: _rank(each[0]))
-        return plans
-
-    def best_first(self, runs: list[tuple[Layout, TrainConfig, Guess]]) -> list[tuple[Layout, TrainConfig, Guess]]:
-        """Plan the runs that by estimate fit and are fastest, until `ENOUGH` fit; return the others."""
-        limit, seen = self.hardware.memory_gib * 2**30, []
-
-        def order(each: tuple[Layout, TrainConfig, Guess]) -> tuple[bool, float]:
-            memory = each[2].memory(self.activations)
-            return memory > limit, memory if memory > limit else -each[2].mfu
-
-        left = runs
-        while left and len(self.planned) < MOST and sum(plan.fits for plan, _ in self.planned) < ENOUGH:
-            left = sorted(left, key=order)
-            some, left = left[: os.cpu_count() or 1], left[os.cpu_count() or 1 :]
-            plans = self.plan([(its, run) for its, run, _ in some], refused=True)
-            pairs = zip(plans, some, strict=True)
-            seen += [plan.activations / guess.flight for plan, (_, _, guess) in pairs if isinstance(plan, Plan)]
-            self.activations = median(seen) if seen else self.activations
-        return left
 
 
 def plan_layouts(
     config: TrainConfig, ranks: int, hardware: Hardware, *, told: Told | None = None
 ) -> list[Plan | Refused | Estimated]:
-    """Return the plans of the layouts in `layouts_of` that are fastest by a rough estimate, at least as many as
-    `ENOUGH` that fit where there are, and of the best of them with each of `choices_of` too: those that fit first, by
-    model FLOPs utilization; then layouts that are estimated alone, and refused ones last.
+    """Return the plans of the layouts in `layouts_of`, with the choices in `CHOICES`, that are fastest by a rough
+    estimate, at least as many as `ENOUGH` that fit where there are: those that fit first, by model FLOPs utilization;
+    then layouts that are estimated alone, and refused ones last.
 
     As many are planned at a time as the machine has cores. told: of the progress.
     """
-    from .guess import Guess
-
-    search = _Search(ranks, hardware, told, [], [])
-    runs, model, data = [], model_of(config), config.data
-    length = {"sequence_length": data.sequence_length, "tokens": data.micro_batch_size * data.sequence_length}
-    batch = data.global_batch_size
-    micro_batches = data.gradient_accumulation if batch is None else batch // data.micro_batch_size
-    for its in layouts_of(model, ranks, hardware.node_ranks, micro_batches, **length):
-        try:
-            run = _run(config, ranks, its)
-            runs.append((its, run, Guess.of(run, model, ranks, hardware)))
-        except ConfigError as error:
-            search.refused.append(Refused.of(its, error))
-    left = search.best_first(runs)
-    for choices in (choices_of, dispatches_of):
-        some = [({}, run) for _, best in search.planned[:REFINED] for run in choices(best, model)]
-        search.plan(some, refused=False)
-    slower = sorted(left, key=lambda each: -each[2].mfu)
-    estimated = [
-        Estimated(refused.sizes, refused.options, guess.step_s, guess.mfu)
-        for refused, guess in ((Refused.of(its, ""), guess) for its, _, guess in slower)
-    ]
-    return [*(plan for plan, _ in search.planned), *estimated, *search.refused]
+    limits = {"enough": ENOUGH, "most": MOST}
+    asked = {"config": config.to_dict(), "ranks": ranks, "hardware": asdict(hardware), "limits": limits}
+    return [_found(values) for values in ask({"search": asked}, told)]
 
 
-REFINED = 6
-"""How many of the best layouts are planned with other schedules, reductions and dispatchers."""
+def _found(values: dict[str, Any]) -> Plan | Refused | Estimated:
+    if "refused" in values and "sizes" in values:
+        return Refused(values["sizes"], values["options"], values["refused"])
+    if "estimated_step_s" in values:
+        return Estimated(values["sizes"], values["options"], values["estimated_step_s"], values["estimated_mfu"])
+    found = read(values)
+    if isinstance(found, ConfigError):
+        raise found
+    return found
 
 
-def choices_of(run: TrainConfig, model: ModelConfig) -> Iterator[TrainConfig]:
-    """Yield a run in its layout with other pipeline schedules, numbers of virtual stages, and ways to share gradients
-    and optimizer states among data-parallel ranks."""
-    stages, sharded = run.parallel.pipeline_model_parallel_size, run.parallel.data_parallel_shard_size != 1
-    update: dict[str, Any] = {"data_parallel_replicate_size": None, "data_parallel_shard_size": 1}
-    update["use_distributed_optimizer"] = True
-    schedules: list[dict[str, Any]] = [{}]
+Change = tuple[dict[str, Any], dict[str, Any]]
+"""Keys of [parallel] and of [model] with other values."""
+
+
+def updates_of(run: TrainConfig, model: ModelConfig) -> Iterator[Change]:
+    """Yield the ways in which ranks share parameters, gradients and optimizer states, each with the pipeline schedules
+    and numbers of virtual stages that it allows."""
+    stages = run.parallel.pipeline_model_parallel_size
+    several = run.parallel.data_parallel_shard_size != 1 or run.parallel.use_distributed_optimizer
+    each = {"data_parallel_replicate_size": None, "use_distributed_optimizer": False, "reduce_gradients": None}
+    schedules: list[dict[str, Any]] = [{"pipeline_schedule": "1F1B", "virtual_pipeline_model_parallel_size": None}]
+    later: list[dict[str, Any]] = []
     if stages > 1:
-        most = model.num_layers // stages
-        schedules += [
-            {"pipeline_schedule": "Interleaved1F1B", "virtual_pipeline_model_parallel_size": v}
-            for v in _powers(2, min(most, 8))
-            if v > 1
-        ]
-    later = [{"pipeline_schedule": name} for name in ("ZBVZeroBubble", "DualPipeV")] if stages > 1 else []
-    found = [schedule for schedule in schedules if schedule]
-    found += [{"reduce_gradients": "step"}] if sharded and stages == 1 else []
-    found += [update | schedule for schedule in (*schedules, *later)]
-    yield from _changed(run, found)
+        virtual = [v for v in _powers(2, min(model.num_layers // stages, 8)) if v > 1]
+        for found, name in ((schedules, "Interleaved1F1B"), (later, "InterleavedZeroBubble")):
+            found += [{"pipeline_schedule": name, "virtual_pipeline_model_parallel_size": v} for v in virtual]
+        v_shaped = ("ZBVZeroBubble", "DualPipeV")
+        later += [{"pipeline_schedule": name, "virtual_pipeline_model_parallel_size": None} for name in v_shaped]
+    sharded = [each | {"data_parallel_shard_size": -1}] if several else [each | {"data_parallel_shard_size": 1}]
+    if several and stages == 1:
+        sharded.append(sharded[0] | {"reduce_gradients": "step"})
+    zero = each | {"data_parallel_shard_size": 1, "use_distributed_optimizer": True}
+    for schedule in schedules:
+        yield from ((ways | schedule, {}) for ways in (*sharded, zero))
+    yield from ((zero | schedule, {}) for schedule in later)
 
 
-def dispatches_of(run: TrainConfig, model: ModelConfig) -> Iterator[TrainConfig]:
-    """Yield a run with the other ways in which tokens reach distributed experts, and beside shared experts."""
+def recomputations_of(run: TrainConfig, model: ModelConfig) -> Iterator[Change]:
+    """Yield what the backward pass may compute again: nothing, what is in the MLPs or in attention, or all of each
+    layer."""
+    nothing = {"activation_checkpointing": False, "recompute_modules": (), "recompute_save_ops": ()}
+    yield {}, nothing
+    for part in ("mlp", "self_attention"):
+        if any(f".{part}." in name for name in expected_tensors(model, "grouped")):
+            yield {}, nothing | {"recompute_modules": (f"decoder.layers.*.{part}",)}
+    yield {}, nothing | {"activation_checkpointing": True}
+
+
+def dispatches_of(run: TrainConfig, model: ModelConfig) -> Iterator[Change]:
+    """Yield the ways in which tokens reach distributed experts, and beside shared experts."""
     if model.moe is None or run.parallel.expert_model_parallel_size == 1:
         return
-    beside = [{"moe_shared_expert_overlap": True}] if model.moe.shared_expert_intermediate_size is not None else []
-    yield from _changed(run, [{"expert_dispatch": "deepep"}, *beside])
+    plain = {"expert_dispatch": "all_to_all", "moe_shared_expert_overlap": False}
+    yield plain, {}
+    yield plain | {"expert_dispatch": "deepep"}, {}
+    if model.moe.shared_expert_intermediate_size is not None:
+        yield plain | {"moe_shared_expert_overlap": True}, {}
 
 
-def _changed(run: TrainConfig, changes: Iterable[dict[str, Any]]) -> Iterator[TrainConfig]:
-    for some in changes:
+CHOICES = (updates_of, recomputations_of, dispatches_of)
+"""What a layout can choose beside its sizes, one thing after the other."""
+
+
+def changed(run: TrainConfig, changes: Iterable[Change]) -> Iterator[TrainConfig]:
+    """Yield a run with each of the changes that it can have."""
+    for parallel, source in changes:
         with contextlib.suppress(ConfigError):  # not a choice that this run has
-            yield run.replace(parallel=run.parallel.replace(**some))
+            yield run.replace(parallel=run.parallel.replace(**parallel), model=run.model.replace(**source))
 
 
 MOST_STAGES = 64
@@ -262,16 +223,13 @@ _OF_ONE_LAYOUT = (
     *("virtual_pipeline_model_parallel_size", "pipeline_schedule", "pipeline_split", "pipeline_balance"),
     *("use_distributed_optimizer", "reduce_gradients"),
 )
-"""Options that a run has for its own layout; the search begins without them, and proposes them by `choices_of`."""
+"""Options that a run has for its own layout; the search begins without them, and proposes them by `CHOICES`."""
 
 
-def _run(config: TrainConfig, ranks: int, layout: Layout) -> TrainConfig:
+def run_of(config: TrainConfig, ranks: int, layout: Layout) -> TrainConfig:
+    """Return a run in a layout, without choices. Raises ConfigError for what a configuration refuses."""
     fixed = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
     shards = -1 if ranks > math.prod(layout[name] for name in fixed) else 1
     every = {name: getattr(ParallelConfig(), name) for name in _OF_ONE_LAYOUT}
     every |= {"data_parallel_replicate_size": None, "data_parallel_shard_size": shards, **layout}
     return config.replace(parallel=config.parallel.replace(**every))
-
-
-def _rank(found: Plan) -> tuple[int, float]:
-    return (0, -found.mfu) if found.fits else (1, found.memory)

@@ -10,8 +10,8 @@ import json
 import os
 import sys
 import traceback
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from importlib import import_module
 from multiprocessing.connection import Connection, wait
@@ -49,39 +49,87 @@ def plan_run(config: TrainConfig, ranks: int, hardware: Hardware | None = None) 
     return found
 
 
-def plan_each(
-    configs: Sequence[TrainConfig], ranks: int, hardware: Hardware, told: Callable[[int, int], object] | None = None
-) -> list[Plan | ConfigError]:
-    """Return the plan of each run, or why it is refused, as many at a time as the machine has cores. told: is told how
-    many of how many processes have answered.
+def plan_each(configs: Sequence[TrainConfig], ranks: int, hardware: Hardware) -> list[Plan | ConfigError]:
+    """Return the plan of each run, or why it is refused, as many at a time as the machine has cores.
 
     Raises RuntimeError where a process fails or is killed.
     """
-    shared = {"ranks": ranks, "hardware": asdict(hardware)}
-    asked = [
-        {"config": config.to_dict(), "pipeline_rank": rank, "stretch": stretch, **shared}
-        for config in configs
-        for stretch in range(len(config.precision.recipe_names))
-        for rank in pipeline_ranks(config)
-    ]
-    if not asked:
-        return []
-    said = {} if told is None else {"told": lambda line: told(int(line), len(asked))}
-    run = run_module(__name__, json.dumps(asked), **said)
+    asked = {"configs": [config.to_dict() for config in configs], "ranks": ranks, "hardware": asdict(hardware)}
+    return [read(answer) for answer in ask({"plans": asked})] if configs else []
+
+
+def ask(what: Task, told: Callable[[int, int], object] | None = None) -> list[Task]:
+    """Return what `main` answers to `what` in a new process. told: is told how many of how many plans are made.
+
+    Raises CheckpointError, ConfigError and RuntimeError of that process.
+    """
+    said = {} if told is None else {"told": lambda line: told(*map(int, line.split()))}
+    run = run_module(__name__, json.dumps(what), **said)
     if run.returncode:
         raise _failure((run.stderr.strip().splitlines() or [f"exit code {run.returncode}"])[-1], run.stderr)
-    answers = iter(json.loads(run.stdout))
-    return [_of_run(config, answers) for config in configs]
+    return json.loads(run.stdout)
 
 
-def _of_run(config: TrainConfig, answers: Iterator[Task]) -> Plan | ConfigError:
-    """Return the plan of the rank that takes the most memory, in the stretch in which it takes the most, or why the run
-    is refused."""
+_FAILED = "the plan failed: "
+
+
+class _Forks:
+    """Plans in forks of this process. It remembers what stages of pipelines cost. at_once: how many at a time."""
+
+    def __init__(self, ranks: int, hardware: Hardware, at_once: int) -> None:
+        self.shared, self.at_once = {"ranks": ranks, "hardware": asdict(hardware)}, at_once
+        self.known: dict[Any, Any] = {}
+        self.done = self.asked = 0
+
+    def plan(self, configs: Sequence[TrainConfig]) -> list[Plan | ConfigError]:
+        """Return the plan of each run, or why it is refused."""
+        places = [
+            (rank, stretch, number)
+            for number, config in enumerate(configs)
+            for stretch in range(len(config.precision.recipe_names))
+            for rank in pipeline_ranks(config)
+        ]
+        places.sort()  # the last ranks after the first ones, whose stages they mostly have
+        tasks = [
+            {"config": configs[number].to_dict(), "pipeline_rank": rank, "stretch": stretch, **self.shared}
+            for rank, stretch, number in places
+        ]
+        self.asked += len(configs)
+        left = Counter(number for _, _, number in places)
+
+        def done(place: int, answer: Any) -> None:
+            self.known |= answer.pop("known", {})
+            number = places[place][2]
+            left[number] -= 1
+            if not left[number]:
+                self.done += 1
+                tell(f"{self.done} {self.asked}")
+
+        answers = dict(zip(places, in_forks(tasks, self._work, self.at_once, done), strict=True))
+        return [
+            _of_run(
+                config,
+                [
+                    [read(answers[rank, stretch, number]) for rank in pipeline_ranks(config)]
+                    for stretch in range(len(config.precision.recipe_names))
+                ],
+            )
+            for number, config in enumerate(configs)
+        ]
+
+    def _work(self, asked: Task) -> Task:
+        known = dict(self.known)
+        answer = _plan(asked, known)
+        return answer | {"known": {key: known[key] for key in known.keys() - self.known.keys()}}
+
+
+def _of_run(config: TrainConfig, answers: list[list[Plan | ConfigError]]) -> Plan | ConfigError:
+    """Return the plan of the stretch that takes the most memory, or why the run is refused. answers: of each stretch,
+    and of each rank of a pipeline in it."""
     precision, found = config.precision, []
-    for _ in precision.recipe_names:
-        of_ranks = [_read(next(answers)) for _ in pipeline_ranks(config)]
+    for of_ranks in answers:
         refused = next((answer for answer in of_ranks if isinstance(answer, ConfigError)), None)
-        found.append(refused or max((p for p in of_ranks if isinstance(p, Plan)), key=lambda plan: plan.memory))
+        found.append(refused or of_pipeline([plan for plan in of_ranks if isinstance(plan, Plan)]))
     plans = [plan for plan in found if isinstance(plan, Plan)]
     if len(plans) < len(found):
         return next(error for error in found if isinstance(error, ConfigError))
@@ -97,7 +145,16 @@ def _of_run(config: TrainConfig, answers: Iterator[Task]) -> Plan | ConfigError:
     return replace(most, stretches=stretches)
 
 
-def _read(answer: Task) -> Plan | ConfigError:
+def of_pipeline(plans: Sequence[Plan]) -> Plan:
+    """Return the memory of the rank that takes the most, and the traffic and the time of the slowest: the others wait
+    for it."""
+    most, slowest = max(plans, key=lambda plan: plan.memory), max(plans, key=lambda plan: plan.step_s)
+    names = ("parameters", "optimizer", "activations", "host")
+    return replace(slowest, **{name: getattr(most, name) for name in names})
+
+
+def read(answer: Task) -> Plan | ConfigError:
+    """Return the plan that an answer says, or why it is refused. Raises CheckpointError and RuntimeError."""
     if "unread" in answer:
         from te_models.checkpoints import CheckpointError
 
@@ -108,7 +165,7 @@ def _read(answer: Task) -> Plan | ConfigError:
 
 
 def _failure(why: str, where: str) -> RuntimeError:
-    error = RuntimeError(f"the plan failed: {why}")
+    error = RuntimeError(f"{_FAILED}{why.removeprefix(_FAILED)}")
     error.add_note(where)  # `--debug` shows it
     return error
 
@@ -128,17 +185,18 @@ def model_of(config: TrainConfig) -> ModelConfig:
 
 
 def pipeline_ranks(config: TrainConfig) -> tuple[int, ...]:
-    """Return the ranks of a pipeline of which one takes the most: the first, which has the most micro-batches in
-    flight, and the last, which has the output layer."""
+    """Return the ranks of a pipeline of which one takes the most memory, and one the most time: the first, which has
+    the most micro-batches in flight, and the last, which has the output layer."""
     ranks = config.parallel.pipeline_model_parallel_size
     return (0,) if ranks == 1 else (0, ranks - 1)
 
 
 def in_forks(
-    tasks: Sequence[Task], work: Callable[[Task], Task], at_once: int, done: Callable[[int], object] | None = None
+    tasks: Sequence[Task], work: Callable[[Task], Task], at_once: int, done: Callable[[int, Task], object] | None = None
 ) -> list[Task]:
-    """Return what `work` makes of each task in a fork of this process, JSON values both; of a fork that fails or is
-    killed {"failed": a sentence, "where": its traceback}. done: is called with how many have ended."""
+    """Return what `work` makes of each task in a fork of this process; of a fork that fails or is killed {"failed": a
+    sentence, "where": its traceback}. done: is called with the place of each task, and what was made of it, when it
+    was; forks that start later know what it did."""
     context = forks()
     found: list[Task] = [{} for _ in tasks]
     left, running = deque(enumerate(tasks)), {}
@@ -154,7 +212,7 @@ def in_forks(
             assert isinstance(receiving, Connection)
             number, process = running.pop(receiving)
             try:
-                found[number] = json.loads(receiving.recv_bytes())
+                found[number] = receiving.recv()
             except EOFError:
                 process.join()
                 code = process.exitcode or 0
@@ -163,7 +221,7 @@ def in_forks(
             process.join()
             receiving.close()
             if done is not None:
-                done(len(tasks) - len(left) - len(running))
+                done(number, found[number])
     return found
 
 
@@ -172,10 +230,10 @@ def _send(work: Callable[[Task], Task], task: Task, to: Connection) -> None:
         found = work(task)
     except Exception as error:  # the process that asked says it
         found = {"failed": f"{type(error).__name__}: {error}", "where": traceback.format_exc()}
-    to.send_bytes(json.dumps(found).encode())
+    to.send(found)
 
 
-def _plan(asked: Task) -> Task:
+def _plan(asked: Task, known: dict[Any, Any]) -> Task:
     import torch
 
     from te_models.checkpoints import CheckpointError
@@ -187,7 +245,8 @@ def _plan(asked: Task) -> Task:
     torch.set_num_threads(1)
     try:
         config, hardware = TrainConfig.from_dict(asked["config"]), Hardware(**asked["hardware"])
-        return plan_here(config, asked["ranks"], hardware, asked["pipeline_rank"], asked["stretch"]).to_dict()
+        place = asked["pipeline_rank"], asked["stretch"]
+        return plan_here(config, asked["ranks"], hardware, *place, known).to_dict()
     except ConfigError as error:
         return {"refused": str(error)}
     except CheckpointError as error:  # the folder that the run begins with
@@ -195,11 +254,39 @@ def _plan(asked: Task) -> Task:
 
 
 def main() -> None:
-    """Plan what standard input describes."""
+    """Answer what standard input asks: the plans of runs, or what the search for layouts finds."""
     import torch
 
     torch.set_num_threads(1)
     for name in _USED:
         import_module(name)
     import_module("te_models.plan.estimate")
-    print(json.dumps(in_forks(json.load(sys.stdin), _plan, os.cpu_count() or 1, tell)))
+    ((kind, asked),) = json.load(sys.stdin).items()
+    at_once, hardware = os.cpu_count() or 1, Hardware(**asked["hardware"])
+    forks = _Forks(asked["ranks"], hardware, at_once)
+    try:
+        if kind == "search":
+            from .search import Search
+
+            config = TrainConfig.from_dict(asked["config"])
+            answers = Search(config, asked["ranks"], hardware, forks.plan, at_once).run(**asked["limits"])
+        else:
+            answers = forks.plan([TrainConfig.from_dict(config) for config in asked["configs"]])
+        print(json.dumps([{"refused": str(a)} if isinstance(a, ConfigError) else a.to_dict() for a in answers]))
+    except Exception as error:
+        print(json.dumps([_answer_of(error)]))
+
+
+def _answer_of(error: Exception) -> Task:
+    """Return what `read` raises the error of."""
+    from te_models.checkpoints import CheckpointError
+
+    if isinstance(error, ConfigError):
+        return {"refused": str(error)}
+    if isinstance(error, CheckpointError):  # the folder that the run begins with
+        return {"unread": str(error)}
+    where = "".join(getattr(error, "__notes__", [])) or traceback.format_exc()
+    return {
+        "failed": str(error) if isinstance(error, RuntimeError) else f"{type(error).__name__}: {error}",
+        "where": where,
+    }

@@ -22,6 +22,13 @@ class Traffic:
     def __add__(self, other: Traffic) -> Traffic:
         return Traffic(self.calls + other.calls, self.payload + other.payload, self.sent + other.sent)
 
+    @classmethod
+    def of(cls, kind: str, payload: float, ranks: float) -> Self:
+        """Return the traffic of one collective of `ranks` ranks over tensors of `payload` bytes: all but a rank's own
+        part of them goes round, twice where it is summed and handed back; what is sent to one rank goes there whole."""
+        rounds = 1.0 if kind == "send" else (2 if kind == "all_reduce" else 1) * (ranks - 1) / ranks
+        return cls(1, round(payload), payload * rounds)
+
     def times(self, factor: float) -> Traffic:
         """Return the traffic of so many times as much work."""
         return Traffic(round(self.calls * factor), round(self.payload * factor), self.sent * factor)
@@ -77,17 +84,18 @@ class Stretch:
 
 @dataclass(frozen=True)
 class Plan:
-    """What one rank takes, the one that takes the most memory. Bytes; FLOPs and seconds are of one optimizer step.
+    """What one rank takes: of a pipeline, the memory of the rank that takes the most, and the traffic and time of the
+    slowest. Bytes; FLOPs and seconds are of one optimizer step.
     stretches: of a run with a schedule of recipes, what each takes; the plan itself is of the one with the most memory.
 
     sizes: of the layout, by name, and whether it has sequence parallelism. options: its other choices, by the names of
-    their keys in [parallel]. parameters: as they are stored on this rank. optimizer: moments, masters and main
-    gradients. activations: the most that a micro-batch takes beyond those, gradients and gathered parameters included.
-    host: what is in main memory, where the run offloads. traffic: (collective, dimension of the mesh) -> `Traffic` of a
-    step. compute_s, communication_s: of a step, with what a pipeline waits while it fills and empties (nothing under
-    schedules that compute weight gradients meanwhile); step_s: communication of sharded parameters overlaps with
-    compute, all other waits. waits: what a step consists of, in seconds by name, that add up to step_s. memory_limit,
-    peak_flops: of a device.
+    their keys in [parallel], and what is computed again, by those in [model]. parameters: as they are stored on this
+    rank. optimizer: moments, masters and main gradients. activations: the most that a micro-batch takes beyond those,
+    gradients and gathered parameters included. host: what is in main memory, where the run offloads. traffic:
+    (collective, dimension of the mesh) -> `Traffic` of a step. compute_s, communication_s: of a step, with what a
+    pipeline waits while it fills and empties (nothing under schedules that compute weight gradients meanwhile); step_s:
+    communication of sharded parameters overlaps with compute, all other waits. waits: what a step consists of, in
+    seconds by name, that add up to step_s. memory_limit, peak_flops: of a device.
     """
 
     sizes: dict[str, int | bool | str | None]

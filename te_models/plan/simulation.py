@@ -60,6 +60,11 @@ class Recorder(TorchDispatchMode):
         self.peak: float = 0
         self.traffic: Moved = {}
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Whether torch looks out for a compiler at each operation, of which a plan has tens of thousands."""
+        return False
+
     def hold(self, tensors: Any) -> None:
         """Count tensors that were made before."""
         for tensor in tree_leaves(tensors):
@@ -148,9 +153,8 @@ class Recorder(TorchDispatchMode):
         payload = max(_bytes(part) for part in (*args, *(result if isinstance(result, tuple) else (result,))))
         size = group.size()
         kind = "send" if kind == "all_to_all" and _to_one(args, group) else kind
-        rounds = 1.0 if kind == "send" else {"all_reduce": 2}.get(kind, 1) * (size - 1) / size
         key = kind, self._groups.get(group.group_name, group.group_name)
-        self.traffic[key] = self.traffic.get(key, Traffic()) + Traffic(1, payload, payload * rounds)
+        self.traffic[key] = self.traffic.get(key, Traffic()) + Traffic.of(kind, payload, size)
 
 
 def _bytes(values: Any) -> int:

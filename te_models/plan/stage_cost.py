@@ -70,22 +70,29 @@ class StageCost:
         return StageCost(self.first.plus(other.first, factor), self.further.plus(other.further, factor))
 
 
-def measure(stages: Sequence[Stage], shape: tuple[int, int], recorder: Recorder) -> list[StageCost]:
+Known = dict[Any, tuple[StageCost, tuple[bool, ...]]]
+"""What stages cost, and which of their parameters get gradients, by all that it depends on: the run but for its
+schedule, and the kind of the stage."""
+
+
+def measure(
+    stages: Sequence[Stage], shape: tuple[int, int], recorder: Recorder, run: Any = None, known: Known | None = None
+) -> list[StageCost]:
     """Run two micro-batches of `shape` (B, S) through stages of a `Pipeline` and back, and return their costs.
 
-    Called inside `recorder`. Of stages whose layers are alike one runs. All are left with the gradients of their
-    parameters.
+    Called inside `recorder`. Of stages whose layers are alike one runs, or none where it is `known` what a stage of
+    this kind costs in this `run`. All are left with the gradients of their parameters.
     """
-    found: dict[Any, tuple[Stage, StageCost]] = {}
-    costs = []
+    known, costs = {} if known is None else known, []
     for stage in stages:
-        kind = stage_kind(stage)
-        if kind in found:
-            for mine, its in zip(stage.parameters(), found[kind][0].parameters(), strict=True):
-                mine.grad = None if its.grad is None else torch.empty_like(its.grad)
+        kind = run, stage_kind(stage)
+        if kind in known:
+            for parameter, trained in zip(stage.parameters(), known[kind][1], strict=True):
+                parameter.grad = torch.empty_like(parameter) if trained else None
         else:
-            found[kind] = stage, StageCost(*(_micro_batch(stage, shape, recorder) for _ in range(2)))
-        costs.append(found[kind][1])
+            cost = StageCost(*(_micro_batch(stage, shape, recorder) for _ in range(2)))
+            known[kind] = cost, tuple(parameter.grad is not None for parameter in stage.parameters())
+        costs.append(known[kind][0])
     return costs
 
 

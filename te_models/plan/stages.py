@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -33,7 +34,7 @@ from ..training.trained import with_layers_alone
 from .micro_batch import Recorded, as_few_operations, by_kind, divided, of_layers, offload, recorder_of, suppose_balance
 from .result import added_traffic
 from .simulation import without_values
-from .stage_cost import StageCost, measure, replay, stage_kind
+from .stage_cost import Known, StageCost, measure, replay, stage_kind
 from .stretches import StretchRecipes
 
 _FEW = 2
@@ -71,9 +72,14 @@ class _Measured:
 
 
 def record_stages(
-    config: TrainConfig, model: ModelConfig, layout: RankLayout, recipes: StretchRecipes | None = None
+    config: TrainConfig,
+    model: ModelConfig,
+    layout: RankLayout,
+    recipes: StretchRecipes | None = None,
+    known: Known | None = None,
 ) -> Recorded:
     """Return what this rank takes for a step of the model: all micro-batches are in `once`. recipes: see `record_step`.
+    known: what stages cost in this and other plans; what this one finds is added.
 
     Called inside `fake_ranks`. Raises ConfigError for a number of micro-batches that the schedule does not have.
     """
@@ -95,7 +101,8 @@ def record_stages(
         return stages_of_layers(config, model, layout, [own.get(stage, []) for stage in range(stages.stages)])
 
     gpt, run, its = with_layers(few)
-    total = base = _measure(gpt, run, its)
+    known = {} if known is None else known
+    total = base = _measure(gpt, run, its, known)
     numbers, every = list(few), by_kind(config, model, range(model.num_layers), recipes)
     kinds = {layer: kind for kind, layers in enumerate(every) for layer in layers}
     measured: dict[Any, tuple[int, _Measured]] = {}  # by the kinds of a stage and of its layers
@@ -103,7 +110,7 @@ def record_stages(
         place = numbers.index(stage)
         key = stage_kind(gpt.pipeline_stages[place]), *(kinds[layer] for layer in (layers[0], *few[stage]))
         if key not in measured:
-            more = _measure(*with_layers(few | {stage: sorted([*few[stage], layers[0]])}))
+            more = _measure(*with_layers(few | {stage: sorted([*few[stage], layers[0]])}), known)
             measured[key] = place, more.plus(base, -1.0)
         at, each = measured[key]
         total = total.plus(each.of_stage(place, at), len(layers))
@@ -134,7 +141,27 @@ def _with_micro_batches(config: TrainConfig, count: int) -> TrainConfig:
     return config.replace(data=config.data.replace(gradient_accumulation=count, rampup_batch_size=()))
 
 
-def _measure(gpt: GPTModel, config: TrainConfig, layout: RankLayout) -> _Measured:
+_OF_SCHEDULE = (
+    *("pipeline_model_parallel_size", "pipeline_schedule", "virtual_pipeline_model_parallel_size"),
+    *("pipeline_split", "pipeline_balance", "data_parallel_replicate_size", "data_parallel_shard_size"),
+)
+"""Keys of [parallel] of which a micro-batch in a stage knows nothing, but for what `_of_a_stage` says of them."""
+
+
+def _of_a_stage(config: TrainConfig, layout: RankLayout) -> str:
+    """Return all of a run that the cost of a micro-batch in a stage depends on, beside the stage."""
+    values, dims = config.to_dict(), layout.dims
+    values["parallel"] = {key: value for key, value in values["parallel"].items() if key not in _OF_SCHEDULE}
+    values["data"] = {"shape": (config.data.micro_batch_size, config.data.sequence_length)}
+    later = layout.stages is not None and layout.stages.is_later
+    shards = (dims.data_parallel_replicate_size, dims.data_parallel_shard_size) if dims.is_sharded else ()
+    precision = config.precision
+    by_number = precision.overrides or precision.first_layers_bf16 or precision.last_layers_bf16
+    numbers = layout.stages.layers(0) if by_number and layout.stages is not None else ()
+    return json.dumps([values, later, shards, str(numbers)], sort_keys=True)
+
+
+def _measure(gpt: GPTModel, config: TrainConfig, layout: RankLayout, known: Known) -> _Measured:
     """Return what a rank holds, what a micro-batch costs in each of its stages, and the end of a step."""
     recorder = recorder_of(layout)
     recorder.hold([list(gpt.parameters()), list(gpt.buffers())])
@@ -146,7 +173,9 @@ def _measure(gpt: GPTModel, config: TrainConfig, layout: RankLayout) -> _Measure
             aside = sum(local_part(p).nbytes for name, p in gpt.named_parameters() if is_linear_weight(name))
             found.optimizer, recorder.live = found.optimizer + aside, recorder.live + aside
         pipeline = make_pipeline(gpt.train(), config, "cpu", layout)
-        costs = measure(pipeline.stages, (config.data.micro_batch_size, config.data.sequence_length), recorder)
+        shape = config.data.micro_batch_size, config.data.sequence_length
+        adds = any(hasattr(parameter, "main_grad") for parameter in gpt.parameters())
+        costs = measure(pipeline.stages, shape, recorder, (_of_a_stage(config, layout), adds), known)
         before = recorder.live
         with recorder.apart() as end:
             optimizer.accumulate_gradients()

@@ -123,7 +123,7 @@ class SetUp:
     @property
     def step_ranks(self) -> Ranks:
         """The ranks whose gradients and losses a step averages: a replica's alone, where steps are local."""
-        return self.layout.gradients if self.outer is None else Ranks()
+        return self.layout.gradients if self.outer is None else self.outer.replica
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
@@ -207,7 +207,7 @@ def set_up(config: TrainConfig, device: str, ranks: Ranks, opened: contextlib.Ex
     same_layers = None if layout.mesh is None else layout.mesh.same_layers
     quantize_weights = make_weight_cache(model, config.precision, device, same_layers, recipes)
     once, staged = config.parallel.reduces_once, layout.stages is not None
-    gradients = layout.gradients if outer is None else Ranks()
+    gradients = layout.gradients if outer is None else outer.replica
     reduction = Reduction(optimizer, gradients, model, once=once and not staged, overlaps=not staged)
     # a layer's stream is the same in whichever stage the layer is, and another on each rank that has it
     set_rounding_seed(model.whole or model, rounding_seed(config.seed, ranks.rank % each_stage(layout.dims)))

@@ -103,8 +103,7 @@ def run(args: argparse.Namespace) -> int:
 
 def say_how_many(done: int, of: int) -> None:
     """Tell a person at a terminal how many plans are made."""
-    if done % 10 == 0 or done == of:
-        say_while_waiting(f"{done} of {plural(of, 'plan')}")
+    say_while_waiting(f"{done} of {plural(of, 'plan')} that are asked for by now")
 
 
 def _model(name: str) -> tuple[dict[str, Any], int]:
@@ -196,11 +195,14 @@ _OPTIONS = {
     "use_distributed_optimizer": "zero1",
     "reduce_gradients": "reduced",
     "expert_dispatch": "dispatch",
+    "activation_checkpointing": "recomputed",
 }
 
 
 def _option(plan: Plan | Refused | Estimated, name: str) -> str:
     value = plan.options.get(name)
+    if name == "activation_checkpointing" and plan.options.get("recompute_modules"):
+        return ", ".join(plan.options["recompute_modules"])
     return "" if value is None else _size(value)
 
 

@@ -162,11 +162,13 @@ class LoRAConfig(ConfigPart):
 
 @dataclass(frozen=True, kw_only=True)
 class DiLoCoConfig(ConfigPart):
-    """Local steps between exchanges of weights (DiLoCo, arXiv 2311.08105): each rank is a replica with an inner
-    optimizer, which is [optimizer], and an outer one follows the mean of what they moved."""
+    """Local steps between exchanges of weights (DiLoCo, arXiv 2311.08105): each rank, or a few together, is a replica
+    with an inner optimizer, which is [optimizer], and an outer one follows the mean of what they moved."""
 
     inner_steps: int = 0
     """Steps that each replica makes alone (the paper's H); 0 means that gradients are averaged in every step."""
+    replica_ranks: int = 1
+    """Neighbouring ranks that make one replica: their gradients are averaged in every step."""
     outer_lr: float = 0.7
     """Learning rate of the outer optimizer, SGD with Nesterov's momentum."""
     outer_momentum: float = 0.9
@@ -174,6 +176,9 @@ class DiLoCoConfig(ConfigPart):
 
     def _validate(self) -> None:
         check(self.inner_steps >= 0, "diloco.inner_steps", self.inner_steps, "zero or a positive integer")
+        alone = self.replica_ranks > 0 if self.inner_steps else self.replica_ranks == 1
+        allowed = "a positive integer" if self.inner_steps else "1 without diloco.inner_steps"
+        check(alone, "diloco.replica_ranks", self.replica_ranks, allowed)
         check(self.outer_lr > 0, "diloco.outer_lr", self.outer_lr, "a positive number")
         check(0 <= self.outer_momentum < 1, "diloco.outer_momentum", self.outer_momentum, "0 <= momentum < 1")
 

@@ -1,5 +1,6 @@
-"""Local steps (DiLoCo, A. Douillard et al., arXiv 2311.08105): each rank is a replica that steps alone, and every
-`inner_steps` of them an outer optimizer moves the weights that all replicas begin again with.
+"""Local steps (DiLoCo, A. Douillard et al., arXiv 2311.08105): each rank, or `replica_ranks` that average their
+gradients, is a replica that steps alone, and every `inner_steps` of them an outer optimizer moves the weights that all
+replicas begin again with.
 
 The outer gradient g is the mean over the replicas of how far each has moved. Nesterov's momentum follows it, as in
 torch.optim.SGD: v <- mu v + g, w <- w - lr (g + mu v), in float32. Each replica's inner optimizer keeps its state.
@@ -12,11 +13,13 @@ the outer weights, and so has whatever is measured or exported.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ...parallel.parts import LocalPart
@@ -32,11 +35,17 @@ if TYPE_CHECKING:
 class OuterOptimizer:
     """The weights that replicas began their inner steps with, and what moves them.
 
-    optimizer: the inner one, whose parameters are this replica's. ranks: the replicas.
+    optimizer: the inner one, whose parameters are this replica's. ranks: of all replicas, over which means are means
+    over replicas, because each has equally many. replica: this rank's place in its own. Collective.
     """
 
     def __init__(self, config: DiLoCoConfig, optimizer: Optimizer, ranks: Ranks) -> None:
-        self.config, self.optimizer, self.ranks = config, optimizer, ranks
+        self.config, self.optimizer, self.ranks, self.replica = config, optimizer, ranks, Ranks()
+        if config.replica_ranks > 1:
+            group, _ = dist.new_subgroups(config.replica_ranks)
+            place = {"rank": group.rank(), "world_size": group.size(), "group": group}
+            self.replica = dataclasses.replace(ranks, owns_group=False, **place)
+        self.number = ranks.rank // config.replica_ranks
         self.weights = {name: value.clone() for name, value in self._wide().items()}
         self.momentum = {name: torch.zeros_like(value) for name, value in self.weights.items()}
 
@@ -81,7 +90,7 @@ class OuterOptimizer:
         `averaged`."""
         own = {f"weight.{name}": value.clone() for name, value in self._wide().items()}
         own |= self.optimizer.state_tensors()
-        found = {f"replica.{self.ranks.rank}.{name}": value for name, value in own.items()}
+        found = {f"replica.{self.number}.{name}": value for name, value in own.items()}
         shared = (("weight", self.weights), ("momentum", self.momentum))
         found |= {f"outer.{kind}.{name}": value for kind, values in shared for name, value in values.items()}
         return {name: LocalPart.undivided(value) for name, value in found.items()}
@@ -105,7 +114,7 @@ class OuterOptimizer:
             for name, value in values.items():
                 value.copy_(_of(saved, f"outer.{kind}.{name}", value, start.parts))
         self._take(self.weights)
-        prefix = f"replica.{self.ranks.rank}."
+        prefix = f"replica.{self.number}."
         own = {name.removeprefix(prefix): value for name, value in read_wholes(start.parts, prefix).items()}
         if own:
             self.optimizer.load_state_tensors(own)

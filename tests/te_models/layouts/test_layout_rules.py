@@ -117,11 +117,11 @@ RUNS: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {**LOCAL, "parallel": ParallelConfig(**FIRST)},
-        "tensor_model_parallel_size is 2; allowed: 1 with diloco.inner_steps, because each rank is a replica",
+        "tensor_model_parallel_size is 2; allowed: 1 with diloco.inner_steps, because each rank has a whole replica",
     ),
     (
         {**LOCAL, "parallel": ParallelConfig(**APART), "model": ModelSource(config=tiny_model(moe=True))},
-        "expert_tensor_parallel_size is 2; allowed: 1 with diloco.inner_steps, because each rank is a replica",
+        "expert_tensor_parallel_size is 2; allowed: 1 with diloco.inner_steps, because each rank has a whole replica",
     ),
     ({**LOCAL, **ZERO}, "parallel.use_distributed_optimizer is True; allowed: False with diloco.inner_steps"),
     (
@@ -414,6 +414,9 @@ def errors(tmp_path: Path) -> Iterator[tuple[ConfigError, str]]:
     )
     says = "precision.cache_weights is True; allowed with parallel.data_parallel_shard_size: False"
     yield refused(lambda: check_run_layout(cached, cached.model.config, dims)), says
+    local = tiny_run(tmp_path, diloco=DiLoCoConfig(inner_steps=2, replica_ranks=2), steps=4)
+    says = "diloco.replica_ranks is 2; allowed: a divisor of the number of ranks, 3"
+    yield refused(lambda: check_run_layout(local, local.model.config, ParallelDims(ranks=3))), says
     for model, sizes, says in MODELS:
         sizes = dict(sizes)
         source = source_of(model, tmp_path).replace(expert_layout=sizes.pop("expert_layout", "grouped"))

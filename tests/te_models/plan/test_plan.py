@@ -1,5 +1,6 @@
 """A plan says, without the machines, what real ranks send to the byte and hold to a tenth, and what they compute."""
 
+import dataclasses
 import json
 import math
 import subprocess
@@ -17,11 +18,16 @@ from te_models.checkpoints.mapping.param_shapes import is_linear_weight
 from te_models.cli.main import main
 from te_models.config import ConfigError, ModelConfig
 from te_models.kernels.torch_versions import TORCH_2_11
+from te_models.layers.attention.core import attend
 from te_models.lora import add_lora
 from te_models.model.flops import forward_flops_per_token, training_flops_per_token
 from te_models.plan import Estimated, Hardware, Plan, Refused, layouts, plan_layouts, plan_run
-from te_models.plan.layouts import choices_of, dispatches_of, layouts_of
-from te_models.plan.micro_batch import of_layers
+from te_models.plan.cost import recomputed_share
+from te_models.plan.layouts import changed, dispatches_of, layouts_of, recomputations_of, updates_of
+from te_models.plan.micro_batch import as_few_operations, of_layers
+from te_models.plan.process import of_pipeline, plan_each
+from te_models.plan.result import Traffic
+from te_models.plan.simulation import Recorder, fake_tensors
 from te_models.training import LoRAConfig, ModelSource, PrecisionConfig, TrainConfig
 from te_models.training.config.precision import RecipePhase
 from te_models.training.trained import step_flops_per_token
@@ -107,6 +113,18 @@ def test_flops_are_those_of_the_gemms(name: str) -> None:
     assert training_flops_per_token(config, length) == 3 * forward_flops_per_token(config, length)
 
 
+def test_attention_in_a_plan_writes_no_scores() -> None:
+    """Of latent attention, neither, whose values are narrower than its keys."""
+    with fake_tensors(), as_few_operations(), Recorder({}) as recorder:
+        query, key, value = (
+            torch.empty(1, 4, 512, channels, dtype=torch.bfloat16, device="cpu", requires_grad=True)
+            for channels in (192, 192, 128)
+        )
+        options = {"causal": True, "scale": 1.0, "softcap": None, "dropout": 0.0}
+        attend(query, key, value, None, None, None, **options).sum().backward()
+        assert recorder.peak < 10 * query.nbytes < 4 * 512 * 512 * 2 * 4
+
+
 @pytest.mark.parametrize("targets", [("all-linear",), ("linear_qkv", "*.1.*.linear_fc2")])
 def test_flops_of_adapters_are_those_of_a_step(targets: tuple[str, ...], tmp_path: Path) -> None:
     """Of frozen weights no gradients, and what reaches the embedding, which nobody needs, is not computed, either."""
@@ -163,30 +181,36 @@ def test_layouts_are_those_that_divide_the_ranks_and_the_experts() -> None:
     assert found(tiny_model().replace(hidden_dropout=0.1), 2, node_ranks=2)[-1][-2] == 0
 
 
-def test_the_best_layouts_are_tried_with_other_choices(tmp_path: Path) -> None:
+def test_layouts_have_choices_beside_their_sizes(tmp_path: Path) -> None:
     model = tiny_model(moe=True, layers=8)
     run = tiny_run(tmp_path, model=ModelSource(config=model)).replace(compile=False)
     run = run.replace(precision=run.precision.replace(dtype="bf16"))
     whole = run.replace(parallel=run.parallel.replace(data_parallel_shard_size=-1, expert_model_parallel_size=4))
-    staged = run.replace(parallel=run.parallel.replace(pipeline_model_parallel_size=2))
+    staged = run.replace(parallel=run.parallel.replace(pipeline_model_parallel_size=2, data_parallel_shard_size=-1))
 
     def found(start: TrainConfig, choices: Any) -> list[dict[str, Any]]:
-        default = start.parallel.to_dict()
-        tried = [choice.parallel.to_dict() for choice in choices(start, model)]
+        default = start.parallel.to_dict() | start.model.to_dict()
+        tried = [its.parallel.to_dict() | its.model.to_dict() for its in changed(start, choices(start, model))]
         return [{name: its[name] for name in its if its[name] != default[name]} for its in tried]
 
     zero = {"data_parallel_shard_size": 1, "use_distributed_optimizer": True}
-    assert found(whole, choices_of) == [{"reduce_gradients": "step"}, zero]
-    zero.pop("data_parallel_shard_size")
-    virtual = [
-        {"pipeline_schedule": "Interleaved1F1B", "virtual_pipeline_model_parallel_size": stages} for stages in (2, 4)
+    assert found(whole, updates_of) == [{}, {"reduce_gradients": "step"}, zero]
+
+    def virtual(name: str) -> list[dict[str, Any]]:
+        return [{"pipeline_schedule": name, "virtual_pipeline_model_parallel_size": stages} for stages in (2, 4)]
+
+    earlier = [each | its for its in ({}, *virtual("Interleaved1F1B")) for each in ({}, zero)]
+    v_shaped = [{"pipeline_schedule": name} for name in ("ZBVZeroBubble", "DualPipeV")]
+    assert found(staged, updates_of) == [
+        *earlier,
+        *(zero | its for its in (*virtual("InterleavedZeroBubble"), *v_shaped)),
     ]
-    later = [{"pipeline_schedule": name} for name in ("ZBVZeroBubble", "DualPipeV")]
-    assert found(staged, choices_of) == [*virtual, *(zero | its for its in ({}, *virtual, *later))]
-    assert found(whole, dispatches_of) == [{"expert_dispatch": "deepep"}] and not found(staged, dispatches_of)
+    parts = [{"recompute_modules": [f"decoder.layers.*.{part}"]} for part in ("mlp", "self_attention")]
+    assert found(run, recomputations_of) == [{}, *parts, {"activation_checkpointing": True}]
+    assert found(whole, dispatches_of) == [{}, {"expert_dispatch": "deepep"}] and not found(staged, dispatches_of)
     model = balanced_model()  # with a shared expert
     beside = whole.replace(model=ModelSource(config=model))
-    assert found(beside, dispatches_of) == [{"expert_dispatch": "deepep"}, {"moe_shared_expert_overlap": True}]
+    assert found(beside, dispatches_of) == [{}, {"expert_dispatch": "deepep"}, {"moe_shared_expert_overlap": True}]
 
 
 PUBLISHED = {"deepseek-v3": (1024, 64, "block", 1297), "qwen3-235b-a22b": (256, 32, "current", 1575)}
@@ -215,6 +239,49 @@ def published_run(name: str, ep: int, recipe: str, folder: Path) -> dict[str, An
     values: dict[str, Any] = {"output_dir": str(folder), "steps": 1, "compile": False, "model": {"name": name}}
     values |= {"data": data, "parallel": parallel, "precision": {"dtype": "bf16", "recipe": recipe}}
     return values | {"optimizer": {"lr": 1e-4, "master_weights": True}}
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("forked")
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_search_finds_a_layout_as_fast_as_the_published_one(name: str, tmp_path: Path) -> None:
+    """On 1,024 ranks, with as many tokens a step, of those that fit into their memory, which the published layout does
+    not without recomputation; its speed is the modelled one."""
+    _, ep, recipe, _ = PUBLISHED[name]
+    values = published_run(name, ep, recipe, tmp_path)
+    values["data"] |= {"global_batch_size": 128 * 64, "gradient_accumulation": 1}
+    config = TrainConfig.from_dict(values)
+    published = plan_run(config, 1024)
+    told: list[tuple[int, int]] = []
+    best = plan_layouts(config, 1024, Hardware(), told=lambda *numbers: told.append(numbers))[0]
+    assert isinstance(best, Plan) and best.fits
+    assert best.tokens == published.tokens and best.tokens_per_second >= published.tokens_per_second
+    assert told == sorted(told) and told[-1][0] == told[-1][1] <= 30
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("forked")
+def test_plans_that_share_stages_are_those_of_each_alone(tmp_path: Path) -> None:
+    run = tiny_run(tmp_path, model=ModelSource(config=tiny_model(moe=True, layers=8)))
+    ranks = run.parallel.replace(pipeline_model_parallel_size=2, use_distributed_optimizer=True)
+    virtual = ranks.replace(pipeline_schedule="Interleaved1F1B", virtual_pipeline_model_parallel_size=2)
+    runs = [run.replace(parallel=each) for each in (ranks, virtual, virtual.replace(pipeline_schedule="LoopedBFS"))]
+    assert plan_each(runs, 4, Hardware()) == [plan_run(each, 4) for each in runs]
+
+
+def test_what_is_computed_again_takes_time_by_its_flops(tmp_path: Path) -> None:
+    """Whole layers: all but the output layer."""
+    model = tiny_model(moe=True)
+    run = tiny_run(tmp_path, model=ModelSource(config=model))
+
+    def share(**keys: Any) -> float:
+        return recomputed_share(run.replace(model=run.model.replace(**keys)), model)
+
+    parts = [share(recompute_modules=(f"decoder.layers.*.{part}",)) for part in ("mlp", "self_attention")]
+    whole = share(activation_checkpointing=True)
+    logits = 2 * model.vocab_size * model.hidden_size / forward_flops_per_token(model, run.data.sequence_length)
+    assert share() == 0 and whole == pytest.approx(1 - logits) == pytest.approx(sum(parts)) and min(parts) > 0
+    assert share(recompute_modules=("decoder.layers.0.*",)) == pytest.approx(whole / model.num_layers, rel=0.2)
 
 
 @pytest.mark.slow
@@ -258,11 +325,14 @@ def test_hardware_is_checked(name: str) -> None:
 def forked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The process of a plan is a fork, which has imported torch. (docs/planning.md starts interpreters.)"""
 
-    def run(module: str, text: str, told: object = None) -> subprocess.CompletedProcess[str]:
+    def run(module: str, text: str, told: Any = None) -> subprocess.CompletedProcess[str]:
         assert module == "te_models.plan.process"
         (tmp_path / "asked").write_text(text)
         code = "import sys; sys.stdin = open(sys.argv[1]); from te_models.plan.process import main; main()"
-        return run_python(["-c", code, str(tmp_path / "asked")], timeout=600)
+        done = run_python(["-c", code, str(tmp_path / "asked")], timeout=600)
+        for line in done.stderr.split("\x1e")[1:] if told is not None else ():  # what it says by `tell`
+            told(line.partition("\n")[0])
+        return done
 
     monkeypatch.setattr("te_models.plan.process.run_module", run)
 
@@ -311,6 +381,7 @@ def normed(config: TrainConfig) -> TrainConfig:
     return config.replace(model=config.model.replace(config=model.replace(attention=attention)))
 
 
+@pytest.mark.usefixtures("forked")
 def test_options_of_the_layout_that_a_run_has_do_not_end_the_search(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -327,7 +398,6 @@ def test_layouts_are_planned_by_utilization_and_refused_ones_come_last(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those that are estimated to be slower than enough that fit stand between, with the estimate."""
-    monkeypatch.setattr(layouts, "REFINED", 1)
     monkeypatch.setattr(layouts, "ENOUGH", 2)
     config = normed(tiny_run(tmp_path, moe=True))
     found = plan_layouts(config, 4, Hardware())
@@ -340,9 +410,8 @@ def test_layouts_are_planned_by_utilization_and_refused_ones_come_last(
     estimated = [its for its in found if isinstance(its, Estimated)]
     assert found[: len(plans)] == plans and found[len(plans) :][: len(estimated)] == estimated
     assert estimated and [its.mfu for its in estimated] == sorted((its.mfu for its in estimated), reverse=True)
-    of_this_run = {name: getattr(config.parallel, name) for name in plans[0].options}
-    plain = [plan for plan in plans if plan.options == of_this_run]
-    assert 2 <= len(plain) < len(plans), "the best ones are planned with other options, too"
+    assert sum(plan.fits for plan in plans) >= 2
+    assert any(plan.options["use_distributed_optimizer"] for plan in plans)
     why = (
         "'full'; allowed where 4 ranks share 2 num_query_groups",
         "allowed with expert_model_parallel_size: data_parallel_shard_size = 1",
@@ -387,6 +456,15 @@ def test_a_pipeline_waits_while_it_fills_and_empties(tmp_path: Path) -> None:
     size = config.data.micro_batch_size * config.data.sequence_length * config.model.config.hidden_size * 4
     ahead = int(TORCH_2_11)  # its first step sends a number first
     assert (sent.calls, sent.payload) == (4 + ahead, 4 * (size + ahead)), "hidden states or gradients"
+
+
+def test_a_pipeline_takes_the_memory_of_one_end_and_the_time_of_the_other() -> None:
+    moved, waits = {("send", "pp"): Traffic(1, 2, 2.0)}, {"compute": 1.0, "send over pp": 1.0}
+    seconds = {"compute_s": 1.0, "communication_s": 1.0, "step_s": 2.0, "memory_limit": 9.0, "peak_flops": 1.0}
+    slow = Plan({}, 2, 1, 1, 1, tokens=4, flops=1.0, traffic=moved, waits=waits, **seconds)
+    large = dataclasses.replace(slow, activations=5, step_s=1.0, traffic={}, waits={"compute": 1.0})
+    for ends in ([slow, large], [large, slow]):
+        assert of_pipeline(ends) == dataclasses.replace(slow, activations=5)
 
 
 @pytest.mark.slow

@@ -84,3 +84,23 @@ def test_what_replicas_cannot_be_is_refused(tmp_path: Path) -> None:
     split, multiple = ParallelConfig(tensor_model_parallel_size=2), "allowed: a multiple of diloco.inner_steps = 3"
     refused(lambda: run_of(tmp_path, steps=7), "steps is 7", multiple, error=ConfigError)
     refused(lambda: run_of(tmp_path, parallel=split), "tensor_model_parallel_size is 2; allowed: 1 ", error=ConfigError)
+
+
+@pytest.mark.slow
+def test_several_ranks_make_one_replica(tmp_path: Path) -> None:
+    """Of four, two and two: the ranks of a replica have one model in every step, and a resumed run repeats its bits."""
+    config = run_of(tmp_path).replace(diloco=DiLoCoConfig(inner_steps=3, replica_ranks=2))
+    train_on_ranks(config, tmp_path, ranks=4, before=f"FOLDER = {str(tmp_path)!r}" + RECORD)
+    for step in range(1, 7):
+        first, partner, *others = (
+            torch.load(tmp_path / f"{step}.{rank}", weights_only=True)[2 if step % 3 == 0 else 0] for rank in range(4)
+        )
+        assert all(torch.equal(first[name], partner[name]) for name in first)
+        assert all(torch.equal(others[0][name], others[1][name]) for name in first)
+        assert all(torch.equal(first[name], others[0][name]) for name in first) == (step % 3 == 0)
+    begun = Path(config.output_dir) / "checkpoints" / "step-00000004"
+    again = config.replace(output_dir=str(tmp_path / "again"), resume_from=str(begun))
+    train_on_ranks(again, tmp_path, ranks=4)
+    assert_same_bits(*(tensors_under(Path(c.output_dir) / "final") for c in (again, config)))
+    says = "replica_ranks is 2; allowed: 1 without diloco.inner_steps"
+    refused(lambda: DiLoCoConfig(replica_ranks=2), says, error=ConfigError)
