@@ -1,7 +1,5 @@
 """Values that a device computes: whether the host may look at them, and conditions that are checked where they are."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -9,8 +9,6 @@ The setting is one of the process: `set_backend`, `using_backend`, or the enviro
 takes no C++ and no Triton of ours; "compiled" is an error where a library that is for this processor is missing.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch._C._functorch import peek_interpreter_stack

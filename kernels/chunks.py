@@ -3,8 +3,6 @@
 B batch, T tokens, H heads, D channels, N chunks, C tokens of a chunk, M documents.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 

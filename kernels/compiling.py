@@ -1,7 +1,5 @@
 """Whether the compiler is at work in this thread, or anything else looks on what runs."""
 
-from __future__ import annotations
-
 import torch
 from torch._C._functorch import peek_interpreter_stack
 from torch._guards import CompileContext, TracingContext

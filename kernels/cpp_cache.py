@@ -5,8 +5,6 @@ is not used: this process then makes a private one. Beside each library lie its 
 loaded: one that is cut would end every process that loads it.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import functools

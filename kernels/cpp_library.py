@@ -5,8 +5,6 @@ importing Inductor takes seconds, and eager code should not wait for it. `cpp_ca
 is in the way is a CompilationError, said once as a warning, and the caller computes by its definition.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import functools

@@ -1,8 +1,6 @@
 """The gradients of a function, derived from the function: so that a reference needs no second text for its backward
 pass."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

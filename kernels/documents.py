@@ -5,8 +5,6 @@ are a document, and a negative number is padding. cu_seqlens: [M + 1], where doc
 the last one ends.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

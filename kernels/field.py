@@ -1,7 +1,5 @@
 """Kernels of other packages for CUDA: whether they are installed and serve a tensor, with the reason where not."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import importlib.util

@@ -1,7 +1,5 @@
 """What launchers of Triton kernels share, and where they run."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterable
 from typing import Any

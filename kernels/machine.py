@@ -1,7 +1,5 @@
 """What machine this is, and the folder where what was measured or compiled on it is kept."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import os

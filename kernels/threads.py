@@ -4,8 +4,6 @@ A parallel region ends when its last thread ends, and a thread that has to wait 
 uses it, begins milliseconds later. So a region is worth it only where one thread would compute for about that long.
 """
 
-from __future__ import annotations
-
 import contextlib
 import threading
 from collections.abc import Iterator

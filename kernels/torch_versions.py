@@ -1,7 +1,5 @@
 """What versions of torch do differently, one function each."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import importlib

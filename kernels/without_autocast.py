@@ -6,8 +6,6 @@ graph, where the region of the forward pass is still in force, backward, too. Wh
 computes in; that has been heard when these operands are made.
 """
 
-from __future__ import annotations
-
 import contextlib
 
 import torch

@@ -3,8 +3,6 @@
 group: a process group or its name. Layers and models keep groups by name, so that they can be copied.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch.distributed as dist

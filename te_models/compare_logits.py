@@ -4,8 +4,6 @@ Models are loaded one after the other, never side by side, so that the larger on
 vocabulary, H hidden.
 """
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Evaluation mode for the length of a block, after which every module is in the mode it was in."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

@@ -7,8 +7,6 @@ is used through `require`, so that a missing package is an instruction to the us
 A leaf module: it imports nothing of the project.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 from types import ModuleType

@@ -8,8 +8,6 @@ has no locks at all, that note alone decides.
 A leaf module: it imports nothing of the project.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import fcntl

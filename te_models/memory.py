@@ -17,8 +17,6 @@ of 4 KiB that a read touches first: half of the time of a read from the page cac
 A leaf module: it imports nothing of the project.
 """
 
-from __future__ import annotations
-
 import ctypes
 import mmap
 from collections.abc import Callable

@@ -4,8 +4,6 @@ Until the first step begins, and after the last one, a signal ends the process a
 between it is only noted, and the loop ends after the step that runs. A second Ctrl-C ends it without saving.
 """
 
-from __future__ import annotations
-
 import contextlib
 import signal
 import threading

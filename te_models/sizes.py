@@ -1,7 +1,5 @@
 """Numbers as messages show them: sizes in binary units, and counts of things."""
 
-from __future__ import annotations
-
 
 def format_size(nbytes: float) -> str:
     """Return a size in words, in powers of 1024: "512 bytes", "1.5 KiB", "24.0 MiB", "1,204.7 GiB"."""

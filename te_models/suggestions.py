@@ -3,8 +3,6 @@
 A leaf module: it imports nothing of the project.
 """
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Collection, Iterable
 

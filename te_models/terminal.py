@@ -6,8 +6,6 @@ is set.
 A leaf module: it imports nothing of the project.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import os

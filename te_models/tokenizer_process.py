@@ -21,8 +21,6 @@ Answers are "=" with a result or "!" with a sentence. Beyond the limits on memor
 process, and the one that asked says so.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

@@ -4,8 +4,6 @@
 plan: its keys and shapes differ from what its configuration implies.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping
 from importlib import import_module

@@ -1,8 +1,6 @@
 """afmoe: windowed layers rotate and full ones do not, attention with an output gate, norms before and after each
 sublayer, DeepSeek-V3's router without groups (Arcee Trinity)."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from te_models.config import ModelConfig

@@ -1,7 +1,5 @@
 """axk1: deepseek_v3 with a norm after the experts, in layers that have them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from te_models.config import ModelConfig

@@ -1,8 +1,6 @@
 """bailing_hybrid: the gated delta rule with a bounded decay for each channel, latent attention with a gate for each
 head (Ling 3)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """bamba: Mamba-2 in most layers, attention with half of each head rotated in those that config.json lists."""
 
-from __future__ import annotations
-
 from te_models.config import ModelConfig
 
 from .base.common import ATTENTION_BIAS, SILU, decoder_fields

@@ -1,7 +1,5 @@
 """biogpt: learned positions, the first of them number 2; LayerNorm, GELU without gate, biases (arXiv 2210.10341)."""
 
-from __future__ import annotations
-
 from .base.common import ACTIVATIONS, PaddingIdx, layer_norm_entries
 from .base.family import Family
 from .base.fields import Choice, Field, Fixed, Only, fixed

@@ -1,8 +1,6 @@
 """cohere2_moe: cohere2 with experts behind the first layers, chosen before their scores are computed, and on request a
 shared expert, of which the sum or the mean with the others counts (Command A+)."""
 
-from __future__ import annotations
-
 from te_models.config import ModelConfig
 
 from ..io.errors import CheckpointError

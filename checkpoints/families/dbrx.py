@@ -3,8 +3,6 @@
 `attn_config.rope_theta` of published files is the base of the rotation: transformers takes no notice of it.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 from te_models.config import ModelConfig

@@ -1,7 +1,5 @@
 """deepseek_v2: latent attention, softmax router with groups ranked by their best expert (arXiv 2405.04434)."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """deepseek_v32: deepseek_v3 whose queries see the keys that an indexer chooses (arXiv 2512.02556)."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,8 +1,6 @@
 """deepseek_v4: one head that is key and value, a window and compressed keys, hyper-connections, experts by token in the
 first layers (DeepSeek-V4)."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from te_models.config import AttentionConfig, ModelConfig, RopeConfig

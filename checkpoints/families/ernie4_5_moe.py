@@ -1,7 +1,5 @@
 """ernie4_5_moe: rotation in pairs, a softmax router whose bias is added behind the softmax, shared experts."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from te_models.config import ModelConfig

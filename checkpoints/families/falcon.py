@@ -1,8 +1,6 @@
 """falcon: attention and MLP side by side behind one LayerNorm or two, few heads of keys, q, k and v by head of keys
 (arXiv 2311.16867). Not the models with ALiBi, whose biases are rounded to bfloat16 and then scaled as scores."""
 
-from __future__ import annotations
-
 from te_models.config import ModelConfig
 
 from ..io.errors import CheckpointError

@@ -1,7 +1,5 @@
 """falcon_h1: attention and Mamba-2 side by side in every layer, and fourteen multipliers (arXiv 2507.22448)."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any

@@ -1,8 +1,6 @@
 """flint: qwen3_moe's attention with sinks, windowed layers that rotate beside full ones that do not, a sigmoid router,
 a shared expert."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from .base.common import ATTENTION_BIAS, decoder_fields

@@ -1,7 +1,5 @@
 """gemma: RMSNorm with 1 + weight, embeddings times sqrt(hidden size), GELU gates (arXiv 2403.08295)."""
 
-from __future__ import annotations
-
 from te_models.config import ModelConfig
 
 from .base.common import ACTIVATIONS, ATTENTION_BIAS, decoder_fields

@@ -2,8 +2,6 @@
 (LAuReL), sparse gates, embeddings of each layer, keys of earlier layers; gemma3n holds one beside others that see and
 hear."""
 
-from __future__ import annotations
-
 from te_models.config import ModelConfig
 
 from ..io.errors import CheckpointError

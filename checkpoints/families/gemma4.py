@@ -2,8 +2,6 @@
 of each layer, experts beside the MLP, a stored factor of each layer; gemma4 holds one beside others that see and hear.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

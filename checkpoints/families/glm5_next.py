@@ -1,8 +1,6 @@
 """glm5_next (GLM-5 Flash): the gated delta rule with a decay for each channel, latent attention without positions to
 pools of tokens that an indexer chooses, a residual stream of several lanes; beside a model that sees images."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import dataclass, replace
 from typing import Any

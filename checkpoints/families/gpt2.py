@@ -1,7 +1,5 @@
 """gpt2: learned positions, LayerNorm, biases everywhere, linear weights stored [in, out] (Radford et al., 2019)."""
 
-from __future__ import annotations
-
 from te_models.config import ModelConfig
 
 from .base.common import ACTIVATIONS, Dropouts, layer_norm_entries

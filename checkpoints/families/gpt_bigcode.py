@@ -1,8 +1,6 @@
 """gpt_bigcode: gpt2 with one head of keys and values for all queries, and weights stored [out, in] (SantaCoder, arXiv
 2301.03988)."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from te_models.config import ModelConfig

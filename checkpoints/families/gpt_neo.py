@@ -1,7 +1,5 @@
 """gpt_neo: gpt2 with weights stored [out, in], scores that are not scaled, and windows in every other layer."""
 
-from __future__ import annotations
-
 from te_models.config import ModelConfig
 
 from ..io.errors import CheckpointError

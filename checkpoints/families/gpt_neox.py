@@ -1,7 +1,5 @@
 """gpt_neox: attention and MLP side by side with a LayerNorm each, a quarter of each head rotated (arXiv 2204.06745)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 from ..io.errors import CheckpointError

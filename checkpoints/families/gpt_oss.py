@@ -4,8 +4,6 @@ Its experts are stored [E, in, out], gate and up columns in turn; as MXFP4, the 
 [E, out, in] with gate and up rows in turn.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 from .base.common import ATTENTION_BIAS, decoder_fields

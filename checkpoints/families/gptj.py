@@ -1,8 +1,6 @@
 """gptj: attention and MLP side by side behind one LayerNorm, rotation in pairs, biases in the MLP and the output layer
 alone (Wang and Komatsuzaki, 2021)."""
 
-from __future__ import annotations
-
 import math
 
 from te_models.config import ModelConfig

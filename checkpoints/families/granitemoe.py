@@ -1,8 +1,6 @@
 """granitemoe and granitemoeshared: granite with experts in every layer, the second one with a shared expert
 (arXiv 2408.13359)."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from te_models.config import ModelConfig

@@ -1,8 +1,6 @@
 """granitemoehybrid: granite's multipliers, Mamba-2 in most layers, attention mostly without positions, experts beside a
 shared MLP or that MLP alone (Granite 4)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """hunyuan_v1_moe: norms of q and k behind the rotation, dynamic rotary base, a shared expert (arXiv 2411.02265)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any
 

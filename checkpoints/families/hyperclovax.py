@@ -1,7 +1,5 @@
 """hyperclovax: granite with norms after each sublayer on request, and logits that are multiplied (arXiv 2506.22403)."""
 
-from __future__ import annotations
-
 from te_models.config import ModelConfig
 
 from .base.common import ATTENTION_BIAS, HeadDim, decoder_fields

@@ -1,7 +1,5 @@
 """internlm3: llama with one flag for all biases; the flag has two names in published files."""
 
-from __future__ import annotations
-
 from te_models.config import ModelConfig
 
 from ..io.errors import CheckpointError

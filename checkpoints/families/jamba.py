@@ -1,7 +1,5 @@
 """jamba: Mamba in most layers, attention without positions in some, experts in every other one (arXiv 2403.19887)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any
 

@@ -1,8 +1,6 @@
 """kimi_linear: the gated delta rule with a decay for each channel, latent attention without positions (arXiv
 2510.26692)."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any

@@ -1,8 +1,6 @@
 """laguna: attention with a softplus output gate by head or by channel, as many query heads in each layer as the file
 says, rotation by layer type, a sigmoid router whose logits are capped (poolside Laguna)."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from te_models.config import ModelConfig

@@ -1,7 +1,5 @@
 """lfm2: gated short convolutions, and attention with normed queries and keys in some layers (arXiv 2511.23404)."""
 
-from __future__ import annotations
-
 from te_models.config import ModelConfig
 
 from .base.common import decoder_fields

@@ -1,8 +1,6 @@
 """lfm3: lfm2's convolutions over more tokens, windows in some layers of attention, a gate of each head, and norms
 behind mixers and MLPs, too (LFM3)."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from te_models.config import ModelConfig

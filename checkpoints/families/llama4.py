@@ -1,8 +1,6 @@
 """llama4_text: chunked attention with L2 norms of q and k, every fourth layer without position encoding, experts that
 take their input times a sigmoid, beside a shared expert; llama4 holds one beside a model that sees images."""
 
-from __future__ import annotations
-
 from te_models.config import ModelConfig
 
 from ..io.errors import CheckpointError

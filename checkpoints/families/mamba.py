@@ -1,7 +1,5 @@
 """mamba, falcon_mamba: the mixer of Mamba in every layer, and nothing else (arXiv 2312.00752; arXiv 2410.05355)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any
 

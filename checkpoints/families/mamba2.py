@@ -1,7 +1,5 @@
 """mamba2: the mixer of Mamba-2 in every layer, and nothing else (arXiv 2405.21060)."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

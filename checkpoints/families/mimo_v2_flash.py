@@ -1,8 +1,6 @@
 """mimo_v2_flash: windowed layers have sinks and twice the key heads of full ones, values are scaled and narrower than
 keys, a third of each head is rotated, DeepSeek-V3's router without a shared expert."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from te_models.config import ModelConfig

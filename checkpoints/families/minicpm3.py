@@ -1,7 +1,5 @@
 """minicpm3: latent attention with dense MLPs; scaled embeddings, residual connections and logits (arXiv 2404.06395)."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ arXiv 2501.08313).
 Published files say `rotary_dim`, half of the channels of a head, as the report does; transformers 5.23 rotates all.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from .base.common import decoder_fields

@@ -4,8 +4,6 @@ Published files say `rotary_dim`, and transformers 5.17 ignores it: it rotates t
 `rotary_dim` divided by the head size is the rotated fraction; `partial_rotary_factor` in `rope_parameters` wins.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 from te_models.config import ModelConfig

@@ -1,7 +1,5 @@
 """ministral3: mistral with yarn and queries scaled by the logarithm of their position."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from te_models.config import ModelConfig

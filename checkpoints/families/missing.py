@@ -1,7 +1,5 @@
 """Model types of transformers that are not supported, by the element of their layers that is missing."""
 
-from __future__ import annotations
-
 MISSING: dict[str, str] = {
     "blocks shared between layers": "zamba",
     "sparse attention beside gates, other latents or keys of earlier layers": (

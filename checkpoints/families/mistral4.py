@@ -1,7 +1,5 @@
 """mistral4: deepseek_v3 with a softmax router, and queries scaled by the logarithm of their position."""
 
-from __future__ import annotations
-
 from .base.common import ATTENTION_BIAS
 from .base.family import Family
 from .base.fields import Field, Fixed, HFConfig, Values

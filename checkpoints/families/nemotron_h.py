@@ -1,8 +1,6 @@
 """nemotron_h: every layer is one sublayer, of Mamba-2, attention without positions, an MLP or experts with squared ReLU
 (arXiv 2504.03624)."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from te_models.config import ModelConfig

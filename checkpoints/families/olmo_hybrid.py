@@ -1,8 +1,6 @@
 """olmo_hybrid: the gated delta rule with a doubled step in layers with norms before their sublayers, olmo3's attention
 in layers with norms after them (OLMo Hybrid)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any

@@ -1,8 +1,6 @@
 """opt: learned positions behind two unused rows, LayerNorm, ReLU without gate, biases (arXiv 2205.01068). Not the 350m
 model, whose norms come after each sum and whose embeddings are narrower than its layers."""
 
-from __future__ import annotations
-
 from .base.common import Dropouts, decoder_fields, layer_norm_entries
 from .base.family import Family
 from .base.fields import Field, Fixed, Only, SameAs, Spread, fixed

@@ -1,8 +1,6 @@
 """qwen3_5_text and qwen3_5_moe_text: the layers of qwen3_next, with dense MLPs or with experts in all layers, and
 projections of the gated delta rule apart; qwen3_5 and qwen3_5_moe hold one beside a model that sees images."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from .base.common import SILU, decoder_fields

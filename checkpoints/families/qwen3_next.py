@@ -1,8 +1,6 @@
 """qwen3_next: gated delta rule in three of four layers, attention with an output gate, norms by 1 + weight, experts
 beside a shared one behind a gate (Qwen3-Next)."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """xglm: computed positions, the first of which is number 2; LayerNorm, GELU without gate, biases (arXiv 2112.10668)."""
 
-from __future__ import annotations
-
 import math
 
 from te_models.config import ModelConfig

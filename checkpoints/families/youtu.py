@@ -1,7 +1,5 @@
 """youtu: latent attention with dense MLPs (arXiv 2512.24618)."""
 
-from __future__ import annotations
-
 from te_models.config import ModelConfig
 
 from .base.common import ATTENTION_BIAS

@@ -1,8 +1,6 @@
 """zamba2: Mamba-2 in every layer, and before it in some a block of attention and an MLP, whose weights these layers
 share (arXiv 2411.15242)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

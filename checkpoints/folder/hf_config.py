@@ -1,7 +1,5 @@
 """The config.json of an export: the original one, changed only where the model has changed."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Collection
 from typing import Any

@@ -1,7 +1,5 @@
 """Fill a live model's parameters from an open checkpoint."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -6,8 +6,6 @@ parameters: they are never loaded, quantized or converted to another dtype. Only
 where files no longer declare their format (`quantized/passthrough_values.py`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Container, Iterable, Mapping
 from typing import Any
 

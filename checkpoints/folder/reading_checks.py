@@ -6,8 +6,6 @@ same pages of the system's cache, and hashlib releases the interpreter lock. The
 were as listed, before anything is done with them.
 """
 
-from __future__ import annotations
-
 import threading
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence

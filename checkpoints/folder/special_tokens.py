@@ -6,8 +6,6 @@ generation ends, the model says: `generation_config.json`, else `config.json`; o
 order. Where the one says nothing, the other is asked.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ twice. The copy may be left out only if it is one: a different `lm_head.weight` 
 folders note its name (`HFSource.tied_copies`), and an export as the same family writes it again.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from te_models.config import ModelConfig

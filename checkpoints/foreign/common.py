@@ -1,7 +1,5 @@
 """What Megatron-Core stores beside the tensors of a distributed checkpoint: `common.pt`, read without unpickling."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

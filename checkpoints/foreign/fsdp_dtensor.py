@@ -4,8 +4,6 @@ The first projection of a gated MLP is two tensors, `weight_w` and `weight_v`, s
 are named by parameter: `optimizer.state.module.module.module.decoder.layers.0.mlp.linear_fc2.weight.exp_avg`.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping
 

@@ -1,7 +1,5 @@
 """Which training system a checkpoint is of: told by the names that it has."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 

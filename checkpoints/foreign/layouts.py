@@ -1,7 +1,5 @@
 """Ways to store a tensor that training systems have and Hugging Face folders have not, as in `mapping.layout_ops`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 

@@ -6,8 +6,6 @@ stored as one tensor with a dimension for them in front. Moments are named by st
 `optimizer.state.exp_avg.decoder.layers.mlp.linear_fc1.weight`.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping
 

@@ -5,8 +5,6 @@ tuples, dictionaries and records. Where the program names a class or a function,
 caller knows, and what it would make is a `Record` of the name and its arguments. Anything else is an error.
 """
 
-from __future__ import annotations
-
 import pickletools
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """What a training system's checkpoint is, as far as its tensors go: the names and layouts of weights and moments."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 

@@ -5,8 +5,6 @@ halves. qwen3 (with norms of q and k) rotates halves. Moments are named by param
 `optimizer.state.layers.0.attention.wq.weight.exp_avg`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 

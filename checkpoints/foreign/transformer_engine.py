@@ -7,8 +7,6 @@ values (`qkv_weight_interleaved=False`); the names do not tell. Experts are a Gr
 (`weight0`, `weight1`, ...) or one for all (`single_grouped_weight`).
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

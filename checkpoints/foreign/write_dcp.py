@@ -3,8 +3,6 @@
 torch's writer does the writing, metadata included; what it asks for is read when its turn comes.
 """
 
-from __future__ import annotations
-
 import json
 import warnings
 from collections.abc import Sequence

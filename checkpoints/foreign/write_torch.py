@@ -4,8 +4,6 @@ The file is a zip archive of uncompressed members, as `torch.save` writes it: `d
 bytes of each tensor, `data/0` and so on, at places that are multiples of 64 bytes.
 """
 
-from __future__ import annotations
-
 import io
 import os
 import pickle

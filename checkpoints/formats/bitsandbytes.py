@@ -9,8 +9,6 @@
 No form of ours has such numbers. What is seen of X.weight is `X.weight_values`, its values in float32.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any

@@ -5,8 +5,6 @@ each column, and such a weight has values but no fields of ours. What a calibrat
 and comes back with it.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Mapping
 from dataclasses import replace

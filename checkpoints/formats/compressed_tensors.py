@@ -16,8 +16,6 @@ The scales of the key-value cache are `self_attn.k_scale` and `self_attn.v_scale
 activations, the model computes them, and ours do not: such folders are refused.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Which format a folder declares, by name; and the declaration that an export writes."""
 
-from __future__ import annotations
-
 import copy
 import re
 from collections.abc import Callable, Mapping, Sequence

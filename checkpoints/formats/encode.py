@@ -1,7 +1,5 @@
 """Writing: the fields of our storage as the numbers of a format."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 
 import torch

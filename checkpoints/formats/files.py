@@ -1,7 +1,5 @@
 """The files of a folder that declares formats, and what reading their scales checks."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property

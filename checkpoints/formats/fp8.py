@@ -13,8 +13,6 @@ X.weight_scale_inv F8_E8M0 [M, K/32]. DeepSeek-V4's files have `expert_dtype` be
 all of these scales X.scale.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Container, Mapping
 from typing import Any

@@ -9,8 +9,6 @@ the former as they are, and the latter one in a byte. `X.weight_g_idx` gives the
 not runs of columns; our fields do not hold it.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 

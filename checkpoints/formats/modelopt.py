@@ -13,8 +13,6 @@ others are not quantized. Weights in NVFP4 beside activations in FP8 ("W4A8_NVFP
 and `self_attn.v_proj.v_scale` also where these projections are not quantized, or latent attention has none.
 """
 
-from __future__ import annotations
-
 import fnmatch
 import itertools
 from collections.abc import Callable, Mapping

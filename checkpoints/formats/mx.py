@@ -7,8 +7,6 @@
 E4M3 has all values of E2M1, so MXFP4 is held as MXFP8 with the same scales; or as NVFP4 (`mxfp4_as_nvfp4.py`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -5,8 +5,6 @@ the map is one of the field too, divided by the block, wherever it does not cut 
 joined and split as plain ones are, and no number changes; where a block is cut there is no such link, and no exact way.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace

@@ -7,8 +7,6 @@ Scales and elements of our folders and of Hugging Face's alike are checked here,
 gives makes every weight of its block meaningless, and a NaN among the eight-bit numbers spreads from there.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterable
 

@@ -9,8 +9,6 @@ the lowest bits on. What is seen of X.weight is `weight_packed` I32 [M, K/8], `w
 `weight_zero_point` U8 [M, K/group] and `weight_g_idx` [K].
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 

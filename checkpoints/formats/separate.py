@@ -1,7 +1,5 @@
 """Where a folder says that it is quantized, and its configuration without that: what is asked of every folder."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A folder of quantized files, opened: its tensors as fields of our storage where that is exact, else as values."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 

@@ -5,8 +5,6 @@ as [E, out, in] with a scale per expert, named after the parameter. ModelOpt lea
 along `in` (the second dimension then), names the scales `X_weight_scale`, and has one number for all experts.
 """
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from ..io.boxes import Box, Shape, slices

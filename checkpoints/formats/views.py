@@ -4,8 +4,6 @@ A view has the dtype and shape of what it stands for and computes only what is a
 quantized checkpoint with the memory of a few regions. Where file and field are the same bytes there is no view.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass

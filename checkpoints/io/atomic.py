@@ -9,8 +9,6 @@ while a run uses it (`te_models.file_lock`), so two runs to one destination cann
 refused.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os

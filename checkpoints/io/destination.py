@@ -1,7 +1,5 @@
 """Where a new folder may go: all that can be known about it before its first byte is written."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

@@ -6,8 +6,6 @@ new page (0.5 s of processor time per GB; 0.07 past it), and pages that others r
 write these. Where the file system does not offer it, the same buffers go through the cache.
 """
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import fcntl

@@ -1,7 +1,5 @@
 """The one error of this package."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 _LONGEST = 700

@@ -6,8 +6,6 @@ prints of the same file is computed only where that is asked for, by a separate 
 releases the interpreter lock.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 from collections.abc import Callable, Iterable

@@ -14,8 +14,6 @@ entry in one way, and a regular expression reads that with a tenth of the memory
 otherwise is left to the general parser.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import hashlib

@@ -5,8 +5,6 @@ name always wins. Only files that are read or copied here are asked for: weights
 code that comes with them (which is never run), licences; never a pickle.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 import re

@@ -14,8 +14,6 @@ Earlier releases wrote versions 1 and 2, without `rows_per_part`: the digest of 
 weight file of version 1 has `sha256` and not always `header`.
 """
 
-from __future__ import annotations
-
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping

@@ -1,8 +1,6 @@
 """What users name by mistake for a model folder: one sentence says what it is, and which command makes a model folder
 of it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

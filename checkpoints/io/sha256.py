@@ -4,8 +4,6 @@ hashlib hashes one message at a time and so uses a third of these instructions' 
 Of a few bytes, and without a compiler or the instructions, hashlib computes the same digests.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import hashlib

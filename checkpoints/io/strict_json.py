@@ -4,8 +4,6 @@ Why not plain `json.loads`: it keeps the last of two equal keys (so two readers 
 says), accepts NaN, and answers deep nesting with RecursionError.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import stat

@@ -1,7 +1,5 @@
 """Find a folder's safetensors files, single or sharded, and open them; never follow a path out of the folder."""
 
-from __future__ import annotations
-
 import os
 import re
 import stat

@@ -5,8 +5,6 @@ weight maps of files go by.
 the order of their names alone (`joined`).
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 

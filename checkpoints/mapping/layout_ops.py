@@ -17,8 +17,6 @@ stored tensor, and reading the list from either side is import or export. Shapes
 the declared sizes; orientation is declared, never guessed from shapes.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass

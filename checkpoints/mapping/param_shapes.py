@@ -9,8 +9,6 @@ A configuration decides how many tensors are expected, so a hostile one could as
 and experts have at least. That is compared before the first name is made: what the files hold bounds the work.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Literal, get_args

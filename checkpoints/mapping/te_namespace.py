@@ -1,7 +1,5 @@
 """Our own two layouts as namespaces: grouped stacks, or one tensor per GEMM; quantized parameters as their fields."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from te_models.config import ModelConfig

@@ -11,8 +11,6 @@ to ours, ours to Hugging Face, grouped to per-GEMM, either to a live model). Tha
 construction and total by a check: the links of each namespace must tile both its own and the canonical tensors.
 """
 
-from __future__ import annotations
-
 import functools
 from collections import defaultdict
 from collections.abc import Iterable, Mapping

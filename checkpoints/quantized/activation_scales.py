@@ -8,8 +8,6 @@ goes into a matrix are shared by its parts: the scale of the keys (`k_proj.k_sca
 values.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass

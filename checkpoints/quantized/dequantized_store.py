@@ -1,7 +1,5 @@
 """The quantized parameters of a folder as plain values, computed a region or a band of rows at a time."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Collection, Iterator, Mapping
 

@@ -6,8 +6,6 @@ where it has not (packed, in another dtype, the inverse). Stacks of experts that
 per-matrix amax, taken over all tensors that one parameter joins.
 """
 
-from __future__ import annotations
-
 import functools
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The plan of importing a quantized Hugging Face folder: its numbers where fields take them over, else as allowed."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Collection, Iterable

@@ -5,8 +5,6 @@ two 2^-9 .. 2^8. So where the scales of a matrix span no more than 2^17, the fac
 such powers, and every 32-value block becomes two with the same scale. Blocks of zeros have any scale.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 
 import torch

@@ -5,8 +5,6 @@ So where a conversion writes another declaration or none, codes and scales of th
 weights are then dequantized like the model's weights.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace

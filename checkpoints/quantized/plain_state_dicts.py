@@ -1,8 +1,6 @@
 """State dicts with quantized weights as plain tensors and one JSON string, for safetensors and whatever else knows no
 tensor subclasses. Our model folders have these names and this metadata, with the logical shapes beside them."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping

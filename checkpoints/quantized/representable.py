@@ -5,8 +5,6 @@ Scales of small blocks are written as scales of larger blocks where they are the
 scale as a matrix with one. And what is held in eight bits is written in four where all values are such.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 
 import torch

@@ -1,7 +1,5 @@
 """Quantizing a weight from its values: what its tensors are computed by, as outputs of a plan."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -10,8 +10,6 @@ Import, export and `quantize` differ in what their sides store, which `StoredFor
 the tensors of the target are called and hold, which `WriteTarget` says.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import Executor

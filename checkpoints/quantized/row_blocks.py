@@ -10,8 +10,6 @@ number in some formats (the scale of FP8, the amax of NVFP4). `JoinedAmaxes` qua
 whole matrix, so that an import takes over what is written.
 """
 
-from __future__ import annotations
-
 import functools
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence

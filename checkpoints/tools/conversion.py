@@ -1,7 +1,5 @@
 """What all conversions between folders have in common: their options, the folder that is read, the result."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from dataclasses import replace

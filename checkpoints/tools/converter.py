@@ -1,7 +1,5 @@
 """`AutoConverter`: the maps of one model, for state dicts in memory and for the configuration."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any, Protocol, Self, runtime_checkable

@@ -1,7 +1,5 @@
 """What a folder holds, from its configuration and headers alone."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import Any

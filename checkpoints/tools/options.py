@@ -4,8 +4,6 @@ The sentence below an option is its documentation everywhere: for Python, on the
 is what the command line calls an option that has another name there.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from dataclasses import dataclass
 from typing import Any, Literal, get_args

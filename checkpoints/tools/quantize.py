@@ -1,7 +1,5 @@
 """Store the weights of linear layers as a recipe quantizes them, and back."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Unpack

@@ -5,8 +5,6 @@ are the same are not touched, the others are replaced by renaming, manifest.json
 keeps the old one; a folder that was killed in between is found by its manifest (`verify`), and refitted again.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Distribute the tensors of a folder over other files: split large ones, or merge many into few."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Save a live model's parameters as a folder of ours."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Container, Mapping
 from dataclasses import replace

@@ -4,8 +4,6 @@ Tensors keep their names, dtypes, form and the rows that stay, quantized ones th
 config.json changes only where it counts layers and experts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Unpack

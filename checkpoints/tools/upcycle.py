@@ -4,8 +4,6 @@ With identical experts and top-k weights that sum to 1, the mixture computes wha
 so training starts from the dense model's loss. The router is small and random, so that tokens spread over the experts.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 import re

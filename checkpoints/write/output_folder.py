@@ -1,7 +1,5 @@
 """Write a complete checkpoint folder: weights, configuration, tokenizer files, manifest; atomically."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path

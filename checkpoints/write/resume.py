@@ -9,8 +9,6 @@ A conversion that finds its own job there keeps the files whose content still ha
 others again; any other job is thrown away. The result equals a run without interruption, bit for bit.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

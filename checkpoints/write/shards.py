@@ -1,7 +1,5 @@
 """Which tensor goes into which file, and the headers of those files: all decided before any data moves."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence

@@ -11,8 +11,6 @@ computed from, one of which parts are cut or go nowhere, and one whose manifest 
 manifests of earlier releases do, unless it is small enough to be one part.
 """
 
-from __future__ import annotations
-
 import threading
 from collections import defaultdict
 from collections.abc import Iterable, Sequence

@@ -4,8 +4,6 @@ Some models bring code; `auto_map` in their JSON files names it. Those files are
 vocabulary, so that what points at them is not left pointing at nothing. Nothing here imports or runs them.
 """
 
-from __future__ import annotations
-
 import fnmatch
 import re
 from collections.abc import Iterator, Mapping

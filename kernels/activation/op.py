@@ -1,8 +1,6 @@
 """Public activations. On CPU the reference runs, fused by Inductor, or eager, keeping its inputs alone; on an
 accelerator registered kernels."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import torch

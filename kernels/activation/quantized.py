@@ -6,8 +6,6 @@ reference; on an accelerator each is one registered op.
 Not differentiable, FP8 having no gradients: who uses the result keeps x and calls `activation_bwd`.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Activations of the MLP, in the input's dtype, as published models apply them (PyTorch rounds once per call)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NamedTuple
 

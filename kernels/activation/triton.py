@@ -4,8 +4,6 @@ T rows, F output columns; the input has 2F when gated, [gate | up]. Forward roun
 Backward is float32 throughout with one rounding: closer to the exact gradient than autograd's chain.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

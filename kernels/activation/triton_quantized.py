@@ -1,7 +1,5 @@
 """Activations that hand out FP8, in one pass over the input. T rows, F output columns."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from torch import Tensor

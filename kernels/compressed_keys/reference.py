@@ -7,8 +7,6 @@ before them. texts: int64 [B, L], the number of each token's text, negative wher
 one text of tokens only.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

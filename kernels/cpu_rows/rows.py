@@ -9,8 +9,6 @@ and on a machine without a library.
 D channels of a row, side by side in memory.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import math

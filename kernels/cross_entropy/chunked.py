@@ -6,8 +6,6 @@ added up in float32 where there are several chunks; a CPU whose GEMMs are 16-bit
 weight's dtype before, in which the gradient is returned in any case.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -6,8 +6,6 @@ temperature, KL = sum_v p_t(v) (log p_t(v) - log p_s(v)). Both passes go over bl
 the blocks again. Only the student has gradients.
 """
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import torch

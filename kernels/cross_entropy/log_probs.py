@@ -6,8 +6,6 @@ is `log_softmax(output_logits(hidden, weight, bias).float())` at the labels. A s
 from `first` on, and its part of the statistics (`shards.combined_loss` joins them).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

@@ -10,8 +10,6 @@ With `chunk_tokens`, and always on an accelerator, one registered op computes th
 a chunk exist for a moment, at the price of a pass over [V, H] per chunk and one more to scale (+6 to +25 % on CPU).
 """
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

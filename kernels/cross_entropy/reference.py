@@ -3,8 +3,6 @@
 B batch, S sequence, T tokens, H hidden, V vocabulary. A label of -100 marks a token that does not count.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

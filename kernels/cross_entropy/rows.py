@@ -4,8 +4,6 @@ T tokens, V vocabulary. Logits here are what the projection made of the hidden s
 `output_logits`, but in float32 (float64 of such logits).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

@@ -10,8 +10,6 @@ On an accelerator the kernels of the whole vocabulary serve, but for label smoot
 temporaries are of a few rows at a time, as in `rows`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import torch

@@ -4,8 +4,6 @@ T tokens, V vocabulary. `cross_entropy_grad_kernel` reads a row twice and writes
 the second-level cache, since few rows are in flight, so memory sees one reading and one writing.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

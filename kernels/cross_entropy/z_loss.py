@@ -5,8 +5,6 @@ Plain differentiable operations: the compiler fuses them as it fuses the cross e
 exist, of a chunk where tokens are computed in chunks.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

@@ -4,8 +4,6 @@ What lies between the two follows from the names of the backward implementation'
 and the order of saved tensors are written nowhere.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

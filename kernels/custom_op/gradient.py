@@ -1,7 +1,5 @@
 """Gradients of registered operations: what is kept between forward and backward, derived from a list of names."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any

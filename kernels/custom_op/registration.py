@@ -4,8 +4,6 @@ The function of results asks for the arguments it depends on by their names, and
 symbolic sizes under dynamic shapes. An argument that the implementation writes to is named in `mutates`.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import typing

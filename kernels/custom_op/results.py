@@ -6,8 +6,6 @@ calls and the caller follow the same one. `Result` is open: a folder above this 
 quantized ones.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence

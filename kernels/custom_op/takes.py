@@ -19,8 +19,6 @@ where its memory ends nor what a view has promised (a negative bit, no memory at
 name as fitting goes to the definition. It computes the result or raises as torch does.
 """
 
-from __future__ import annotations
-
 import inspect
 import itertools
 import re

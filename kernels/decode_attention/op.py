@@ -7,8 +7,6 @@ of a cache that hold nothing yet are not read.
 B batch, L keys, N query heads, G key/value heads, D channels of q and k, Dv channels of v.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 from typing import Any

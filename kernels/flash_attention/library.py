@@ -3,8 +3,6 @@
 B batch, S queries, L keys, N query heads, G key/value heads, D channels of q and k, Dv channels of v.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 from collections.abc import Sequence

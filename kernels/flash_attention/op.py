@@ -8,8 +8,6 @@ What it does not serve is torch's to compute.
 B batch, S queries, L keys, N query heads, G key/value heads, D channels of q and k, Dv channels of v.
 """
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

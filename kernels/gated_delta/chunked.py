@@ -9,8 +9,6 @@ Every exponent is 0 or less, so that nothing overflows.
 N chunks, B batch, Hk heads of q and k, R heads of v that share one, C tokens of a chunk, K and V channels.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

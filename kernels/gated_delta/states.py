@@ -4,8 +4,6 @@ any number of chunks.
 N chunks, M batch times heads, C tokens of a chunk, K and V channels.
 """
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import torch

@@ -4,8 +4,6 @@ Registered, and declared to mutate their first argument, so they work under the 
 lives across steps is also what makes them fast on CPU: a gradient in fresh memory costs its page faults every step.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -5,8 +5,6 @@ emulation, multiplies dequantized operands. On CPU that is the intended way. On 
 warns once per reason, is counted, and is an error where the caller is strict.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import importlib.util

@@ -1,7 +1,5 @@
 """Which backend a scaled GEMM takes: the vendor's library, Triton, or the emulation."""
 
-from __future__ import annotations
-
 import torch
 
 from ..backend import definitions_only

@@ -4,8 +4,6 @@ Where that is the dtype of x, these are torch's own functions. On a CPU that mul
 (`cpu`), the operands are up-cast for the GEMM and given up after it: what is saved for the backward pass stays 16-bit.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

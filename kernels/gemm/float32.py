@@ -4,8 +4,6 @@ One registered operation, opaque to the compiler: a graph that up-cast in plain 
 its backward pass, at twice the memory of what they are copies of. M rows, K contracted, N columns.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 

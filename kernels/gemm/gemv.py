@@ -6,8 +6,6 @@ there are more rows than FEW a GEMM is as fast, and where a gradient is wanted, 
 what runs.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import itertools

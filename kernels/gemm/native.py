@@ -5,8 +5,6 @@ cuBLASLt multiplies a row-major left by a column-major right side: both with K c
 multiple of 4; 1x32 and 1x16 blocks in tiles of 128 x 4 scales ("32_4_4"), padded to whole tiles.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

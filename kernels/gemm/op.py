@@ -6,8 +6,6 @@ whose backend is chosen, counted and reported at run time (`backends`). `gemm` m
 dequantized.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

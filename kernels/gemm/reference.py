@@ -5,8 +5,6 @@ accumulation over such values is therefore the recipe's own arithmetic up to the
 scale is a general float32, so it stays out of the operand and multiplies the product (the epilogue).
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

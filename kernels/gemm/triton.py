@@ -1,8 +1,6 @@
 """Scaled GEMM in Triton: `a @ b^T` of FP8 operands with per-tensor, 128-block or MX scales."""
 
 # A kernel takes plain values for its constexpr parameters, and options of the launch; triton's types know neither.
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from torch import Tensor

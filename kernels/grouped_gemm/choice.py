@@ -4,8 +4,6 @@ Triton, one launch that reads the splits on the device; torch's own grouped GEMM
 splits to reach the host; the reference or the emulation. On CPU the loop of the reference is the intended way.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -4,8 +4,6 @@ Decoding multiplies a row or some by each expert that the router chose: the othe
 stored (`gemm.few_rows`). A group of more rows than FEW multiplies its own matrix, dequantized, one after another.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -4,8 +4,6 @@ The splits stay a tensor from the router to here, so changing them never recompi
 the device; on CPU reading them costs nothing. `choice` says which implementation runs.
 """
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import torch

@@ -4,8 +4,6 @@ A CPU's GEMM keeps both cores busy from a few dozen rows on, and the loop makes 
 Rows past the last group (padding at the tail) produce zeros. T rows, G groups, K in, N out.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

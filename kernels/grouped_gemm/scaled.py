@@ -6,8 +6,6 @@ and NVFP4 amaxes are one per group, [G]. As with `scaled_gemm`, on CPU the compi
 this is one registered op that picks a backend at run time and never reads the splits on the host, but for the loop.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

@@ -4,8 +4,6 @@ T rows sorted by group, G groups, [N, K] matrices. Splits that add up to more th
 """
 
 # A kernel takes plain values for its constexpr parameters, and options of the launch; triton's types know neither.
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from torch import Tensor

@@ -5,8 +5,6 @@ With G the sum of g within a chunk, and S the state before it:
 Every exponent is 0 or less, so that nothing overflows.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

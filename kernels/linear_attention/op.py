@@ -3,8 +3,6 @@
 B batch, T tokens, Hk heads of q and k, H heads of v, K and V channels, M documents.
 """
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from .. import recurrent

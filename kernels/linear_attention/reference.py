@@ -3,8 +3,6 @@
 B batch, T tokens, Hk heads of q and k, H heads of v, K and V channels.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

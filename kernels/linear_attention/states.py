@@ -4,8 +4,6 @@ number of chunks.
 N chunks, M batch times heads, K and V channels.
 """
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import torch

@@ -1,8 +1,6 @@
 """Public norms. On CPU the reference runs, fused by Inductor, or eager, keeping its inputs alone; on an accelerator two
 registered kernels."""
 
-from __future__ import annotations
-
 from functools import partial
 from types import SimpleNamespace
 

@@ -8,8 +8,6 @@ Nothing here is differentiable, FP8 having no gradients: who uses the result kee
 and calls `norm_bwd`. T rows, H columns.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

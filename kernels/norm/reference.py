@@ -5,8 +5,6 @@ their checkpoints were trained with one of the two (it decides the last bit):
 "weight_last" rounds the normalised x first, "weight_first" multiplies without rounding and rounds once.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Norm kernels, forward. A program holds whole rows in registers, so that x is read once. T rows, H columns."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

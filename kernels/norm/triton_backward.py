@@ -10,8 +10,6 @@ longer rows would spill to memory what is loaded. They are read twice: first the
 of a stretch of rows and a part of the columns.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -5,8 +5,6 @@ tiles. That is 6 bytes an element for both copies of bfloat16, where norm and qu
 T rows, H columns.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

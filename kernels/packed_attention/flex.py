@@ -10,8 +10,6 @@ for each set of options. Torch's limit of recompilations is an error there and n
 B batch, S keys, Q queries, of the last positions; N query heads, G key/value heads, D channels of q and k, Dv of v.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from types import FunctionType

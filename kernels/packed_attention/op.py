@@ -16,8 +16,6 @@ exponentials: with the joint sum the result shrinks, and the backward pass is th
 B batch, S sequence, Q queries, N query heads, G key/value heads, D channels of q and k, Dv channels of v.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator
 from types import SimpleNamespace

@@ -8,8 +8,6 @@ tokens, and a causal block computes no scores of later keys.
 One row: N query heads, G key/value heads of N / G queries each, Q queries, of the last of S keys.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

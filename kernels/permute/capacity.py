@@ -4,8 +4,6 @@ T tokens, K experts per token, E experts, C capacity, rows of an expert. GShard 
 the first tokens; keeping the assignments with the largest weights is batch-prioritized routing (arXiv 2106.05974).
 """
 
-from __future__ import annotations
-
 from fractions import Fraction
 
 import torch

@@ -3,8 +3,6 @@
 On CPU the reference runs, eager or fused by Inductor; on an accelerator four registered kernels.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

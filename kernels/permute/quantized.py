@@ -3,8 +3,6 @@
 Not differentiable, FP8 having no gradients: the gradient in x is `unpermute(grad, permutation, None)`.
 """
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from ..backend import definitions_only

@@ -7,8 +7,6 @@ Why gathers only: scatter-add order is not fixed on accelerators, so results wou
 gather writes every output once. The sort is stable, so within an expert rows stay in token order.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -4,8 +4,6 @@ T tokens, K experts per token, E experts, H hidden, R rows, P padding rows. Ever
 owns it (a token's, or one that fills a padding row), so nothing needs an atomic operation or a fixed order.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

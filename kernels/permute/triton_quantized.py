@@ -3,8 +3,6 @@
 T tokens, K experts per token, H hidden, R rows.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from torch import Tensor

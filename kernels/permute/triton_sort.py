@@ -5,8 +5,6 @@ running sum; within a chunk they are a cumulative sum of a one-hot matrix. Every
 slots.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

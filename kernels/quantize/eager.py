@@ -5,8 +5,6 @@ a time: comparisons, choices, reductions over short rows, some casts. Where that
 with the same bits; the compiler vectorises the definition itself.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch._C._functorch import peek_interpreter_stack

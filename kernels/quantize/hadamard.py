@@ -4,8 +4,6 @@ Groups of 16 values along the contracted dimension are multiplied by diag(signs)
 an orthogonal matrix that spreads an outlier over its group and cancels between the two operands of a product.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

@@ -10,8 +10,6 @@ Chris Wellons' search for 32-bit mixers with the least bias ("Prospecting for Ha
 It is a bijection, so the bits of one step are 2^32 different words: nearly uniform, and not for cryptography.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

@@ -5,8 +5,6 @@ first. The numbers equal the result rounded to its dtype and then quantized: two
 T rows, H columns.
 """
 
-from __future__ import annotations
-
 import dataclasses
 
 import torch

@@ -5,8 +5,6 @@ bits of an element are a function of (key, stream, element index), the same on e
 can be repeated and resumed. On CPU in eager mode the words are made a cache full at a time and in place.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

@@ -2,8 +2,6 @@
 the amaxes that NVFP4's two copies need before they can be made, in one pass."""
 
 # A kernel takes plain values for the constexpr parameters that choose its branches; triton's types know neither.
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -1,7 +1,5 @@
 """The last step of kernels that hand out FP8: a tile of float32 results becomes the copies asked for."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -7,8 +7,6 @@ fuse the two into one rounding.
 """
 
 # A kernel takes plain values for the constexpr parameters that choose its branches; triton's types know neither.
-from __future__ import annotations
-
 import struct
 
 import torch

@@ -1,7 +1,5 @@
 """Which tile of the input a program works on: sizes to choose among, and the tiles of grouped rows."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

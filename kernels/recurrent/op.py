@@ -8,8 +8,6 @@ chunks.
 B batch, T tokens, Hk heads of q and k, H heads of v, K and V channels, M documents.
 """
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import torch

@@ -3,8 +3,6 @@
 B batch, Hk heads of q and k, H heads of v, K and V channels; H heads of P channels, G groups, N states.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 from typing import Any

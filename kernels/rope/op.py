@@ -3,8 +3,6 @@
 The tables are the reference's everywhere: they are made once per step and shared by all layers.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from types import SimpleNamespace

@@ -9,8 +9,6 @@ aside). Published implementations round the tables to x's dtype first. That only
 it, so that their compiled and eager results differ; in float32 the two are the same to the last bit.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -4,8 +4,6 @@ T = B*S tokens, N heads, D head channels, R rotated channels, P = R/2 pairs. The
 added or subtracted, as in the reference, so that results are equal to the last bit.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

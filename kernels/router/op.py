@@ -5,8 +5,6 @@ Choosing by k argmax passes was measured against torch.topk and a stable sort (4
 two equal scores wins.
 """
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import torch

@@ -7,8 +7,6 @@ load-balancing bias, scores within the best groups) and in how the k weights are
 Ties: of equal scores the lower expert index wins, on every device and in every run.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true

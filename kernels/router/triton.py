@@ -4,8 +4,6 @@ T tokens, E experts, K chosen, G groups of S = E/G experts (one group where the 
 A tile's columns are the groups one after the other, each padded to a power of two; so they have gaps.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -4,8 +4,6 @@ call.
 The backward pass runs the forward pass of the library again, and then its backward pass.
 """
 
-from __future__ import annotations
-
 import importlib
 from types import SimpleNamespace
 

@@ -3,8 +3,6 @@
 B batch, T tokens, D channels, W width, M documents.
 """
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from te_models.suggestions import shown

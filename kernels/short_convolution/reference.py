@@ -3,8 +3,6 @@
 B batch, T tokens, D channels, W width.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

@@ -8,8 +8,6 @@ B batch, S queries, L keys, K keys of a query, N query heads, G key/value heads,
 channels of v, C queries of a block.
 """
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import torch

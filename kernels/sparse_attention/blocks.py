@@ -3,8 +3,6 @@
 B batch, S queries, L keys, C queries of a block.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import NamedTuple
 

@@ -4,8 +4,6 @@ Loss and gradients are computed together, a block of queries after the other, so
 is kept. B batch, S queries, L keys, N query heads, G key heads, D channels, H index heads, I channels of one.
 """
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import torch

@@ -3,8 +3,6 @@
 B batch, S queries, L keys, K keys of a query, H index heads, I channels of an index head.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -4,8 +4,6 @@ queries, keys and values are C, B and dt x; the selective scan by steps that all
 B batch, T tokens, H heads of P channels, D channels, N states, L chunks, M documents.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

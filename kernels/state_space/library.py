@@ -3,8 +3,6 @@
 The backward pass runs the forward pass of the library again, and then its backward pass.
 """
 
-from __future__ import annotations
-
 import importlib
 import itertools
 from types import SimpleNamespace

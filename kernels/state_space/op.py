@@ -3,8 +3,6 @@
 B batch, T tokens, H heads of P channels, G groups of heads, D channels, N states, M documents.
 """
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from .. import recurrent

@@ -3,8 +3,6 @@
 B batch, T tokens, H heads of P channels, G groups of heads that share B and C, D channels, N states.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -4,8 +4,6 @@ out where scores are changed in a way that neither has.
 B batch, S query length, L key length, N query heads, G key/value heads (query groups), D head channels.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

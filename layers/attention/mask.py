@@ -4,8 +4,6 @@ given bias, or ALiBi's (arXiv 2108.12409).
 B batch, S queries, L keys, N heads, G key/value heads, D head channels.
 """
 
-from __future__ import annotations
-
 from typing import Literal, NamedTuple, get_args
 
 import torch

@@ -7,8 +7,6 @@ keys and values round again, and their gradients behind them. Scores exist a blo
 B batch, S queries of a rank, of its two chunks; C positions of a chunk; N query heads, G key/value heads, D channels.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 

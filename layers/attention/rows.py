@@ -3,8 +3,6 @@
 B batch, S length, T tokens of all sequences.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -8,8 +8,6 @@ reach), and not S^2. What computes a block is the caller's: torch's kernels, sof
 B batch, S queries, of the last positions of L keys; N query heads, G key/value heads, D channels.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

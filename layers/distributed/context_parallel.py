@@ -14,8 +14,6 @@ The ranks are counted as data parallel: each has the gradient of n times its sha
 ranks is the gradient of the whole.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, get_args

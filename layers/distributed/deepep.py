@@ -14,8 +14,6 @@ deep_ep sends bfloat16 between CUDA devices alone, and torch cannot trace it: a 
 n ranks, T tokens of a rank, K experts per token, E experts, E/n of each rank, R tokens received, N rows that they make.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from typing import Any, NamedTuple

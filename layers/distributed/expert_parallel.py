@@ -13,8 +13,6 @@ them by its part of the experts, and the results are summed over the group.
 n ranks, T tokens of a rank, K experts per token, E experts, E/n of each rank, R rows.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

@@ -10,8 +10,6 @@ original ones.
 R rows, C columns, B bytes of a row: C, plus the bytes of its scales.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -5,8 +5,6 @@ norms over a rank's own tokens, whose weights every rank has, and parts of a mod
 rank, such as a router. T tokens of all ranks, in rank order along the first dimension.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

@@ -11,8 +11,6 @@ holds in full but applies to its own rows only, norm weights and row biases, get
 (arXiv 1909.08053; 2205.05198.)
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal

@@ -5,8 +5,6 @@ numbers per token (arXiv 1909.08053, section 3); `te_models.kernels.cross_entrop
 T tokens, H hidden, V words of the vocabulary, v words of this rank.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any, NamedTuple
 

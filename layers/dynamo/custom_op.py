@@ -11,8 +11,6 @@ device; its stored fields follow from the declared layouts, by arithmetic on siz
 symbolic.
 """
 
-from __future__ import annotations
-
 import functools
 import types
 import typing

@@ -3,8 +3,6 @@
 The text is the same in every process and rebuilds an equal quantizer of the same class, a user's own class included.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import enum
 import functools

@@ -6,8 +6,6 @@ scaling are one operation each (`kernels/quantize/cpu`). `three_gemms` holds the
 tensors; nothing is hidden in objects.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

@@ -2,8 +2,6 @@
 or infinite. What a quantized backward pass returns can be used, but not differentiated again. Nor do they exist where a
 backward pass reads a value that its autograd function made: nothing leads from there back to the inputs."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, NoReturn
 

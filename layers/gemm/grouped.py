@@ -1,7 +1,5 @@
 """One GEMM per group of rows, in high precision or under a recipe: the function behind every grouped module."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Layers without a recipe, and what a calibration measures of them."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -8,8 +8,6 @@ makes the operands of block, MXFP8 and NVFP4 scaling (`kernels/quantize/cpu`). O
     fprop  x [T, K] by w [N, K]      dgrad  dy [T, N] by w [K, N]      wgrad  dy [N, T] by x [K, T]
 """
 
-from __future__ import annotations
-
 from typing import Literal, NamedTuple
 
 import torch

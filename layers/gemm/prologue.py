@@ -10,8 +10,6 @@ result has to be there first. Rows sorted by expert are quantized group by group
 separate layout; so an activation between grouped GEMMs makes plain rows under every recipe.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """Rows of groups that come quantized, and tokens that are quantized as they are permuted into such rows."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

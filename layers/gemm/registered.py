@@ -5,8 +5,6 @@ the arguments, live state that is written to is declared, and what is saved of x
 fake tensors the results follow from one description. docs/compile.md says which boundary is better where.
 """
 
-from __future__ import annotations
-
 from typing import Any, Literal, NamedTuple, cast
 
 import torch

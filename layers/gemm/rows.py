@@ -13,8 +13,6 @@ from a padded copy of the rows (`Groups._apart`).
 T rows, P padded rows, C columns, G groups.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple

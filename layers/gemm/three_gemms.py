@@ -11,8 +11,6 @@ how it is done where all rows are multiplied by one matrix, `rows` where they ar
 amaxes, main gradients) comes in as tensors and is written in place.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple

@@ -5,8 +5,6 @@ shape, scales of another kind, another FP8 dtype) runs, as a model whose weights
 under a recipe that makes powers of two; it warns once, and `recipe_report` says what is stored.
 """
 
-from __future__ import annotations
-
 import warnings
 
 from te_models.kernels.compiling import compiling

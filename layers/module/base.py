@@ -1,8 +1,6 @@
 """What the layers with GEMMs have in common: which quantizers are in force, the weights that are cached, and how weight
 gradients are to be made."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, Self
 

@@ -1,7 +1,5 @@
 """The one place where delayed scaling's histories and scales move on."""
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 

@@ -4,8 +4,6 @@ not read.
 The weights beside it are loaded either way.
 """
 
-from __future__ import annotations
-
 import io
 import warnings
 from typing import Any

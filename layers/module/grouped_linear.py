@@ -1,7 +1,5 @@
 """The layer of experts: one GEMM per group of rows."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """A norm followed by a dense layer, as one module: the pair that a fused kernel can serve."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

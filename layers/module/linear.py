@@ -1,7 +1,5 @@
 """The dense layer."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from te_models.kernels.activation import Activation

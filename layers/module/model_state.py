@@ -1,7 +1,5 @@
 """What is asked of, or done to, all layers of a model that recipes apply to."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

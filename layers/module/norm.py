@@ -1,7 +1,5 @@
 """LayerNorm and RMSNorm modules."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """What the constructors of layers share: how parameters are created, how their gradients are computed, a norm."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """The weight and the bias of a layer with one GEMM, each one parameter or several that are joined for the GEMM."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Parameters of layers: made, initialised, and stored quantized where `quantized_model_init` asks for it."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any, TypeVar, cast

@@ -17,8 +17,6 @@ Backward passes read and write separate tensors. They may be written between the
 another call; the compiler supports that for a tensor that no forward pass writes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, ClassVar, Self, TypeVar
 

@@ -1,7 +1,5 @@
 """What quantization did to a model: which recipe each layer ran under, and the statistics of its operands."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass, field
 

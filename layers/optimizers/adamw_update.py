@@ -4,8 +4,6 @@ or the formula in torch operations where a compiler is to fuse it with the round
 A large parameter is updated in pieces, so that its working copies stay small whatever its size.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any

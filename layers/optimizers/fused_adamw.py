@@ -4,8 +4,6 @@ Moments may be stored in bfloat16 or FP8 (`moments`). `torch.optim.AdamW` works 
 the weight itself in every step.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any
 

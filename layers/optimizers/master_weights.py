@@ -7,8 +7,6 @@ torch's GradScaler reads `.grad` alone: what layers added to `.main_grad` would 
 of 65536 at first. The one here divides and checks what the optimizer will read.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any

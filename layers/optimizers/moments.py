@@ -9,8 +9,6 @@ probability that keeps the mean of the *square*, v itself: an unbiased root woul
 and grow without bound. A positive value never rounds to zero, since the update divides by it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, Literal
 

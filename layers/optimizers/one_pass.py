@@ -4,8 +4,6 @@ The other way writes what is not float32 to working copies, runs torch's kernel 
 over several times the bytes. Both have the same bits; the first step of a process checks that.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """FP8 with a scale per block: 1x128 and 128x128 blocks, and the microscaling (MX) format."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar

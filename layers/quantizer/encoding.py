@@ -7,8 +7,6 @@ A format that writes only these quantizes dense and grouped layers, forward and 
 answers beyond what was asked for saves work: an operand that needs no stored copy, both in one pass.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple

@@ -1,7 +1,5 @@
 """FP8 with one float32 scale per matrix, and the base of all FP8 quantizers."""
 
-from __future__ import annotations
-
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field

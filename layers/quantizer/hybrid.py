@@ -1,7 +1,5 @@
 """A different format for each usage, for example E4M3 in fprop and E5M2 where the tensor meets a gradient."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar

@@ -1,7 +1,5 @@
 """No quantization: the operand in high precision, for a recipe that leaves some operands alone."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar

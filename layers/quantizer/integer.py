@@ -1,7 +1,5 @@
 """Integers of four or eight bits with a scale per group of a row: what weights alone are stored as (W4A16, W8A16)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar

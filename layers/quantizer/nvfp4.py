@@ -1,7 +1,5 @@
 """NVFP4: E2M1 values, two in a byte, an E4M3 scale per 16 of them and one float32 amax per matrix."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar

@@ -5,8 +5,6 @@ Field names are `{usage}_{part}`: rowwise_data, rowwise_scale_inv, columnwise_da
 from the quantizer value every time (`Quantizer.field_names`), never carried as a flag that could go stale.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -7,8 +7,6 @@ The seed of a stream that nobody has seeded follows from where torch's generator
 drawn from that generator, so the parameters that it initialises are the same with or without this.
 """
 
-from __future__ import annotations
-
 import ctypes
 import hashlib
 from collections.abc import Callable

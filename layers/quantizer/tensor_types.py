@@ -1,7 +1,5 @@
 """The classes of tensors that quantizers make, found by format: `quantize` with a gradient."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

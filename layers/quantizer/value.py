@@ -5,8 +5,6 @@ instance into the generated code as the class itself plus its fields. Where torc
 traces what is made of them: see `register_constants`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import enum
 import functools

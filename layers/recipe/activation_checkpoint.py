@@ -6,8 +6,6 @@ back. Checkpoints nest: a first run notes for all checkpoints around it, up to o
 that one everything comes from what its own first run noted.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial

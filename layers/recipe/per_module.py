@@ -1,7 +1,5 @@
 """Another recipe, or none, for some modules: patterns on their qualified names."""
 
-from __future__ import annotations
-
 import fnmatch
 import warnings
 from collections.abc import Callable

@@ -1,8 +1,6 @@
 """The recipes. What each computes is defined by the kernels' references; here is only which quantizer serves which
 operand."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, get_args

@@ -4,8 +4,6 @@ Arguments that would mean something are taken at their defaults, those that chan
 that have another name here under either name.
 """
 
-from __future__ import annotations
-
 import enum
 import functools
 import inspect

@@ -10,8 +10,6 @@ object that is in force itself takes no assignment. What several `QParams` say t
 mean; until it is, nothing may ask the object for quantizers.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import inspect

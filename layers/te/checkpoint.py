@@ -1,7 +1,5 @@
 """Activation checkpointing with Transformer Engine's arguments."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

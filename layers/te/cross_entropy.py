@@ -3,8 +3,6 @@
 Our own models use `te_models.kernels.cross_entropy`, without logits in memory.
 """
 
-from __future__ import annotations
-
 import torch.distributed as dist
 from torch import Tensor
 

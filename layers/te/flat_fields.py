@@ -7,8 +7,6 @@ copied, all others are views of the buffers. `GroupedTensorStorage(shape, dtype,
 data=..., scale_inv=...)` takes them from here on.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from itertools import accumulate

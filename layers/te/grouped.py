@@ -4,8 +4,6 @@ G members, one after the other in memory. Layers quantize their own rows (`Group
 call these functions themselves.
 """
 
-from __future__ import annotations
-
 from itertools import pairwise
 from typing import Any, cast
 

@@ -4,8 +4,6 @@ Every member is quantized by itself, with the bits that its quantizer gives it a
 buffers. Where only the rows differ, `GroupedTensorStorage` with m_splits is the form that layers take.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

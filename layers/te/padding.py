@@ -4,8 +4,6 @@
 same numbers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -7,8 +7,6 @@ only their rowwise copy is; their gradient is one of values.
 T tokens, E experts, K experts per token, R rows sorted by expert, H hidden.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, Literal
 

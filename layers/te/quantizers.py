@@ -4,8 +4,6 @@ A quantizer is a value that the compiler knows by its class, so that there is on
 porch: what is here is added to the classes of the core.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

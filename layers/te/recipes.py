@@ -5,8 +5,6 @@ recipe.mxfp8()                           which recipe it is, asked of a value or
 recipe.fp4_quant_fwd_inp = QParams()     how an operand is quantized, in its words, read and assigned (`assignment`)
 """
 
-from __future__ import annotations
-
 import dataclasses
 from dataclasses import dataclass
 from typing import Any, ClassVar

@@ -1,7 +1,5 @@
 """`replace_linears`: any model of torch or transformers, with our `Linear` in the place of `torch.nn.Linear`."""
 
-from __future__ import annotations
-
 import fnmatch
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -5,8 +5,6 @@ Our own models use `te_models.kernels.router` with indices [T, K] and a kernel; 
 torch in float32. Of equal scores the lower expert wins. T tokens, E experts, K experts per token (topk).
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

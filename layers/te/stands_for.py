@@ -1,7 +1,5 @@
 """What a class with Transformer Engine's arguments has to do with the class of the core that it is built on."""
 
-from __future__ import annotations
-
 from typing import Any
 
 

@@ -5,8 +5,6 @@ AveragedModel copies the model that it is given and writes averages over the cop
 is written, so it is where the copy becomes its submodule that the weights are dequantized.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook

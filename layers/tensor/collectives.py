@@ -6,8 +6,6 @@ its class, quantizer and shape, and what arrives is checked against it before an
 its transfer before it goes on, whatever `async_op` says.
 """
 
-from __future__ import annotations
-
 import hashlib
 import inspect
 from typing import Any

@@ -6,8 +6,6 @@ view outside the table, and an operation whose name says that it works in place 
 are in `collectives`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The class of each format's tensors, by which users name it and files are read back."""
 
-from __future__ import annotations
-
 import json
 import sys
 from typing import Any

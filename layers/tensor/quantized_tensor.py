@@ -6,8 +6,6 @@ the GEMMs read; a view either shares that storage or is an error (`views`). One 
 the declaration in `storage`; the class of each format (`formats`) only gives it a name.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Callable, Iterator

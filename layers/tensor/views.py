@@ -5,8 +5,6 @@ bytes. Slices and splits may cut between blocks only. A transpose exchanges the 
 numbers it does not touch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

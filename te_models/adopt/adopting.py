@@ -1,7 +1,5 @@
 """From a model type that only transformers knows to a family: the whole chain."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

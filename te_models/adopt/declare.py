@@ -1,7 +1,5 @@
 """A family as the text of one file: what a person would have written, from the values of the declaration."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Mapping
 from dataclasses import MISSING, fields, is_dataclass
@@ -194,8 +192,6 @@ def family_source(family: Family, near: str, note: str) -> str:
     text_lines = [
         *_wrapped(head),
         "",
-        "from __future__ import annotations",
-        "",
         *imports,
         "",
         *forms_first,
@@ -217,7 +213,7 @@ def _source_around(family: Family, part: TextPart, near: str, note: str) -> str:
     if FAMILIES.get(text.model_type) is text:
         writer.use(inner, f"{base.rpartition('.')[0]}.{FAMILIES.file_of(text.model_type)}")
     else:
-        before = family_source(text, near, note).partition("from __future__ import annotations\n\n")[2]
+        before = family_source(text, near, note).partition('"""\n\n')[2]
     arguments = [f"({inner},)", writer.value(dict(part.defaults), 8), f"tied_outside={part.tied_outside}"]
     arguments += [] if part.kind is None else [f"kind={writer.value(part.kind)}"]
     body = [f'    model_type="{family.model_type}",', f'    architecture="{family.architecture}",']
@@ -225,7 +221,7 @@ def _source_around(family: Family, part: TextPart, near: str, note: str) -> str:
     for name in ("names", "other_names", "unused", "keeps_dtype"):
         body.append(f"    {name}={writer.value(getattr(family, name), 4)},")
     imports = [f"from {module} import {', '.join(sorted(names))}" for module, names in sorted(writer.imports.items())]
-    head = [*_wrapped(f'"""{family.model_type}: {note}"""'), "", "from __future__ import annotations", ""]
+    head = [*_wrapped(f'"""{family.model_type}: {note}"""'), ""]
     constant = family.model_type.upper().replace("-", "_")
     return formatted("\n".join([*head, *imports, before, f"{constant} = Family(", *body, ")"]) + "\n")
 
@@ -296,8 +292,6 @@ def test_source(family: Family, sizes: Mapping[str, Any], cases: Mapping[str, Ma
 
 
 _TEST = '''"""{type} against transformers {version}: logits with each field moved, and the configuration written."""
-
-from __future__ import annotations
 
 import importlib.util
 from pathlib import Path

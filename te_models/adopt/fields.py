@@ -1,7 +1,5 @@
 """What each field of an unknown configuration does: the entries of its configuration map, each proven by moves."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace

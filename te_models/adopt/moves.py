@@ -1,7 +1,5 @@
 """Every field of a configuration moved from its default, and the models that this gives."""
 
-from __future__ import annotations
-
 import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

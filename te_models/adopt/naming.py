@@ -1,7 +1,5 @@
 """The weight map of unknown files: which tensor is which part, told by shapes and by what families call it."""
 
-from __future__ import annotations
-
 import difflib
 import itertools
 import math

@@ -1,7 +1,5 @@
 """The nearest known families: by the tensors that they explain, and by the fields that they know."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace

@@ -1,7 +1,5 @@
 """What the known families say, as material for another one: entries by field, field names by meaning, names by part."""
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field

@@ -3,8 +3,6 @@
 transformers' code is imported from the installed package alone, by the type's name: nothing in a folder is run.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import json

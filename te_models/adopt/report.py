@@ -1,7 +1,5 @@
 """What was found of a model type, as JSON and as Markdown."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """Elements of the mathematics that a declaration can turn on and off: every field of ModelConfig's parts."""
 
-from __future__ import annotations
-
 import math
 import re
 import types

@@ -1,7 +1,5 @@
 """Models around a text model: the text part is found as any other decoder is, from the fields of `text_config`."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

@@ -1,7 +1,5 @@
 """What a model of the catalogue is and takes: the rows of `te-models models`, from counts alone."""
 
-from __future__ import annotations
-
 import fnmatch
 from dataclasses import asdict, dataclass, field
 from pathlib import Path

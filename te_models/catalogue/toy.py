@@ -4,8 +4,6 @@ All widths and numbers of heads are divided by one number, the largest with whic
 it; channels of a head stay, and with them the rotary embedding. Nothing is downloaded.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import os

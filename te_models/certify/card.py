@@ -1,7 +1,5 @@
 """A certificate as a Markdown card that can be checked again: the digest in it names what was read."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The certificate of a checkpoint: understood or not, bijective or not, exact or not, and what it takes."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 from collections.abc import Callable

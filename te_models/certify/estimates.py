@@ -1,7 +1,5 @@
 """What a checkpoint takes here: memory by use, seconds and disk of an import. Rules of thumb, from counts alone."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 import time

@@ -1,7 +1,5 @@
 """The headers of a checkpoint's weight files, fetched a few at a time, and a store of their tensors without data."""
 
-from __future__ import annotations
-
 import hashlib
 from array import array
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """Where the bytes of a checkpoint are: a folder, the hub, or an HTTP server. Only parts of its files are read."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import re

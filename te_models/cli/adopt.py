@@ -1,7 +1,5 @@
 """`te-models adopt`: a family for a model type that only transformers knows."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 

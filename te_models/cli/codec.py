@@ -1,7 +1,5 @@
 """From text to the tokens of a model and back, for the verbs that run models: a tokenizer folder, or bytes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`te-models completion`: the script that completes verbs, options and folders with the Tab key, made by shtab."""
 
-from __future__ import annotations
-
 import argparse
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The verbs that make one folder of another and their options; `run_conversion` does the work."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """`te-models eval`: how well a model predicts text files, and tasks of lm-evaluation-harness."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Iterator
 from pathlib import Path

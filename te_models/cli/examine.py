@@ -1,7 +1,5 @@
 """The verbs that read model folders and change nothing: inspect, verify, diff."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 from typing import Any

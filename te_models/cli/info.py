@@ -1,7 +1,5 @@
 """`te-models info`: what is installed here and what it can do."""
 
-from __future__ import annotations
-
 import argparse
 import importlib.metadata
 import platform

@@ -4,8 +4,6 @@ Exit codes: 0 done; 1 the answer is no (models differ, a check failed); 2 bad in
 failed (disk full, out of memory, an error of ours); 130 interrupted; 143 training ended by SIGTERM.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import io

@@ -1,7 +1,5 @@
 """Options of a verb made of the fields of a configuration: their names, types, defaults and sentences."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import functools

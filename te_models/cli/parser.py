@@ -1,7 +1,5 @@
 """What all verbs share: the parser and its errors, the help format, the common options, how a result is printed."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

@@ -1,7 +1,5 @@
 """The progress of long work: on standard error, and only where a person is watching."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 import time

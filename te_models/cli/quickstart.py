@@ -1,7 +1,5 @@
 """`te-models quickstart`: the main job end to end."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What the verbs of `convert` do: call the conversion with the options, show progress, print what was done."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import importlib.util

@@ -1,7 +1,5 @@
 """`te-models tokenize`: files to a token data set."""
 
-from __future__ import annotations
-
 import argparse
 from dataclasses import fields
 from typing import Any

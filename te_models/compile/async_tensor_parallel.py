@@ -6,8 +6,6 @@ another is multiplied (`torch.ops.symm_mem`). Its pass over the graphs of Induct
 switches the pass on for one compilation, what prepares the ranks, and what says where nothing overlaps.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import warnings

@@ -4,8 +4,6 @@ Unless told to, torch keeps no graph with a `torch.autograd.Function` in it, as 
 process traces and partitions the backward pass again: 4 s of 11 for two layers in MXFP8.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 from collections.abc import Callable, Sequence

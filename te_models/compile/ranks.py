@@ -11,8 +11,6 @@ Both run over a separate gloo group, also beside NCCL: the first costs one small
 expects an accelerator's device interface there, but the CPU's lacks it; it is lent one meanwhile.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import time

@@ -4,8 +4,6 @@ The graphs are traced and differentiated but not lowered (as by the backend "aot
 the answers come without waiting for a code generator.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator

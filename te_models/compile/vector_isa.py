@@ -4,8 +4,6 @@ Inductor builds and loads a library for each instruction set of the processor be
 caches that takes ten seconds of processor time, and loading the libraries again one second in each later process.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import hashlib

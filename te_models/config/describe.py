@@ -1,7 +1,5 @@
 """A configuration in words: which mixers its layers have."""
 
-from __future__ import annotations
-
 from .mixers import AttentionConfig
 from .model import ModelConfig
 

@@ -1,7 +1,5 @@
 """Norms of the residual stream, and what stands at its two ends: token embedding and output layer."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 

@@ -3,8 +3,6 @@
 Help on the command line, the tables of the documentation, and the options of `te-models train` are made of these.
 """
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import functools

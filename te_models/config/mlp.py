@@ -1,7 +1,5 @@
 """The feed-forward part of a layer: an MLP, or a router and experts."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal

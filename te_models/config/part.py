@@ -4,8 +4,6 @@ A field that is left at None may be filled in from others (a head dimension from
 their number). Each part remembers which of its fields were: `replace` derives them again, and keeps what was given.
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import functools

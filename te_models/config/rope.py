@@ -1,7 +1,5 @@
 """Rotary position embedding and its context extensions."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 

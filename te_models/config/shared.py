@@ -1,7 +1,5 @@
 """Blocks whose weights several layers share (Zamba2, arXiv 2411.15242)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from .part import ConfigPart, check

@@ -3,8 +3,6 @@
 B batch, V vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from types import FunctionType

@@ -4,8 +4,6 @@ B batch, S prompt length, V vocabulary. Prompts of different lengths are padded 
 token comes at the same column.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 

@@ -3,8 +3,6 @@
 L tokens, K proposed tokens, H hidden, V vocabulary; depths count from 1, as in `te_models.model.mtp`.
 """
 
-from __future__ import annotations
-
 from typing import cast
 
 import torch

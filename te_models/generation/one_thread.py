@@ -1,7 +1,5 @@
 """On how many threads the steps of decoding run on CPU: on one, where each of their operations is short."""
 
-from __future__ import annotations
-
 import contextlib
 import weakref
 from contextlib import AbstractContextManager

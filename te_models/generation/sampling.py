@@ -3,8 +3,6 @@
 B batch, V vocabulary.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

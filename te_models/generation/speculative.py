@@ -8,8 +8,6 @@ the text is the model's own greedy text, up to sums that a call of several token
 L tokens, K proposed tokens, V vocabulary, H hidden.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 

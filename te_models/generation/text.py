@@ -1,7 +1,5 @@
 """From tokens to text while they come: whole characters only, and an end at the first stop string."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 

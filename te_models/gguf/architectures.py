@@ -4,8 +4,6 @@ A file's keys begin with the name of its architecture. They say what changes the
 asks for. Both directions are one table, so that what is written is checked by reading it back (`writing.py`).
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass

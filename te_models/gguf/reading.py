@@ -1,7 +1,5 @@
 """A GGUF file as the tensors of a family's files, read and dequantized a region at a time; and its import."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

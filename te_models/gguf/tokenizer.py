@@ -5,8 +5,6 @@ makes it ("llama"), has scores instead, by which llama.cpp merges: the merge of 
 that is a name (`tokenizer.ggml.pre`), looked up by the pattern that tokenizer.json has.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

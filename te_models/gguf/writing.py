@@ -4,8 +4,6 @@ What is written is read back before the first tensor is: the configuration that 
 model's, and a difference is an error that names the field.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path

@@ -6,8 +6,6 @@ May import: transformers (extra `hf`) and in `lora` peft; nothing else in te_mod
 package when it is imported itself.
 """
 
-from __future__ import annotations
-
 from .cache import TransformersCache
 from .callbacks import ExpertBiasCallback, RecipeStateCallback
 from .config import TEConfig

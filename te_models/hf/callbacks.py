@@ -1,7 +1,5 @@
 """Callbacks for transformers' Trainer: recipe state in its checkpoints, and auxiliary-loss-free balance of experts."""
 
-from __future__ import annotations
-
 import ctypes
 import hashlib
 import json

@@ -3,8 +3,6 @@
 B batch, S sequence, L keys (cached ones included).
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Tell transformers' Auto classes about our folders, and peft about our layers."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from ..extras import require

@@ -1,7 +1,5 @@
 """Tables of keys with a reason each, and their text."""
 
-from __future__ import annotations
-
 import dataclasses
 import typing
 from collections.abc import Callable, Iterator, Mapping

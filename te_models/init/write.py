@@ -1,7 +1,5 @@
 """The file: what a task trains, with sizes that fit, as TOML whose comments say why."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal

@@ -7,8 +7,6 @@ May import the configuration of runs and the layout's sizes. Nothing else import
 No scheduler of our own, and no torch: a login node may have neither a GPU nor memory.
 """
 
-from __future__ import annotations
-
 from .job import Job, job_name
 from .kubernetes import manifest
 from .ray import ray_script

@@ -1,7 +1,5 @@
 """What a scheduler starts on each node: torchrun, whose processes find each other and start again after a failure."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Kubernetes: an indexed Job, one pod a node, and the headless Service by which pods find the first one."""
 
-from __future__ import annotations
-
 import json
 import re
 from typing import Any

@@ -1,7 +1,5 @@
 """Ray: a script for `ray job submit` that starts torchrun on each of several nodes."""
 
-from __future__ import annotations
-
 from .job import Job
 
 _SCRIPT = '''\

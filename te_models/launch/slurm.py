@@ -1,7 +1,5 @@
 """Slurm: a script for `sbatch`, one task a node."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from .job import Job, check_word

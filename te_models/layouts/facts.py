@@ -4,8 +4,6 @@ Whoever divides something knows a part: a configuration its keys, `ParallelDims`
 and its groups, a run and a plan all of it. Rules about something unknown are not asked, so one table serves them all.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Self
 

@@ -1,7 +1,5 @@
 """Rules of layouts that follow from the model, from its pipeline stages, and from the mesh over which it was built."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from ..config import AttentionConfig, Mamba2Config, MixerConfig

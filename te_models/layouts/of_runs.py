@@ -1,7 +1,5 @@
 """Rules of layouts that follow from the configuration of a run, and from the number of ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import get_args
 

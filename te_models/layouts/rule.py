@@ -1,7 +1,5 @@
 """All rules of layouts over ranks, by what has to be known to ask them, and who asks: `check_layout_rules`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 
 from ..config import ConfigError

@@ -7,8 +7,6 @@ W, and B as zero, so that a new adapter changes no bit. A, B and m are float32 (
 with W is what the recipe in force makes it; W may be stored quantized and is not trained.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import Any

@@ -1,7 +1,5 @@
 """Adapters of some of the matrices that a weight joins: of q and v, say, where one weight has q, k and v."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Adapters for transformers' model of a family, as peft reads them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -5,8 +5,6 @@
 may be one layer here. `export_adapter` (`export.py`) writes these names again.
 """
 
-from __future__ import annotations
-
 import json
 import warnings
 from collections.abc import Collection, Mapping

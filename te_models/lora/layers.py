@@ -6,8 +6,6 @@ the first weight of `LayerNormMLP`, the activated hidden values for its second o
 that peft makes (`te_models.hf.lora`).
 """
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 import torch

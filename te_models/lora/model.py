@@ -1,7 +1,5 @@
 """Adapters over the layers of a model: `add_lora`, the state that is trained, `merge_lora`."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

@@ -4,8 +4,6 @@ Of a weight [out, in] that is split by rows a rank has the rows of B, and all of
 columns of A, and all of B. Of experts it has those that it computes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

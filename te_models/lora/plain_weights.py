@@ -4,8 +4,6 @@ They come from folders that peft wrote; `add_lora` makes none. A table [words, H
 weight is: B has a row for each word, A the H columns.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

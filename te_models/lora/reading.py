@@ -1,7 +1,5 @@
 """Adapters of peft over transformers' model, in our layers' names."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Rounding of merged weights to their dtype: to the nearest, or up or down at random, so that sums keep their mean."""
 
-from __future__ import annotations
-
 from typing import Literal, NamedTuple
 
 import torch

@@ -4,8 +4,6 @@ A plain buffer would be rounded by `model.to(torch.bfloat16)`, ruinous for rotar
 after `to_empty` on a model built on the meta device. These are recomputed on the module's device, not converted.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Self
 

@@ -3,8 +3,6 @@
 B batch, S sequence, L keys, H hidden, E experts.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple, cast
 
 import torch

@@ -4,8 +4,6 @@ Norms, activations, softmax and the router's choice are left out, as model FLOPs
 arXiv 2204.02311, appendix B). A query counts the keys that it sees: half a sequence on average, or a window.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from functools import lru_cache

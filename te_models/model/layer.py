@@ -3,8 +3,6 @@
 B batch, S sequence, H hidden.
 """
 
-from __future__ import annotations
-
 from typing import Any, cast
 
 import torch.nn.functional as F

@@ -3,8 +3,6 @@
 H hidden, F feed-forward width.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import statistics
 from collections.abc import Iterator

@@ -10,8 +10,6 @@ the embeddings of all tokens, because the tokens ahead may be on other ranks.
 B batch, S sequence, T tokens, H hidden, V vocabulary.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple, cast
 
 import torch

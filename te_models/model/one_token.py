@@ -10,8 +10,6 @@ A sublayer is left to its modules (None) where a gradient is wanted or a recipe 
 query heads, G key/value heads, D head channels.
 """
 
-from __future__ import annotations
-
 from typing import Any, cast
 
 import torch

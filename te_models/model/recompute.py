@@ -4,8 +4,6 @@ A module that is recomputed keeps its inputs for the backward pass, and computes
 and the scales of its first run: gradients are those without, bit for bit.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from functools import partial, wraps

@@ -1,7 +1,5 @@
 """The rotary embedding as a module: a RopeConfig's frequencies, turned into cos and sin tables for given positions."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import torch

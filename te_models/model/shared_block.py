@@ -3,8 +3,6 @@
 B batch, S sequence, H hidden, R rank of adapters, F width of the MLP.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

@@ -1,7 +1,5 @@
 """xIELU, an activation with learned numbers (Huang and Schlag, arXiv 2411.13010)."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """The device mesh of a layout and its views: the same ranks, named for dense layers, for experts and for data."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch.distributed as dist

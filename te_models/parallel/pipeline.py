@@ -7,8 +7,6 @@ reaches every router; weight gradients that a schedule wants later come from the
 B batch, S sequence, H hidden.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager

@@ -1,7 +1,5 @@
 """The plan of a run: what each rank holds, computes and sends, whether it fits, and how long a step takes at best."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from ..config import ConfigError

@@ -4,8 +4,6 @@ What ranks send is counted by formulas, per layer, and waits as a plan's do. Of 
 activations take beside it in proportion to the layers in flight: plans that are made say what the proportion is.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from functools import lru_cache

@@ -4,8 +4,6 @@ torch keeps the meshes of a plan, so that each needs a new process. It is forked
 interpreter spends seconds on that.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -4,8 +4,6 @@ A layout is planned with the choices that are fastest by estimate among those th
 their estimate, plans say, of those that keep alike; the order of the others follows.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 from collections.abc import Callable, Iterable, Sequence

@@ -5,8 +5,6 @@ torch's fake process group and fake tensors: every operation runs as far as shap
 ranks, on one machine without their memory.
 """
 
-from __future__ import annotations
-
 import contextlib
 import weakref
 from collections.abc import Iterator, Mapping

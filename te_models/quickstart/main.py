@@ -1,7 +1,5 @@
 """The quickstart from beginning to end: prepare the model and the text, run the steps, print the table."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import shutil

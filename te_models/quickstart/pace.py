@@ -4,8 +4,6 @@ Nearly all of a training step is GEMMs, so that one of the model's own, timed fo
 steps take. Nothing is skipped on a slow machine: every check is made, on fewer batches.
 """
 
-from __future__ import annotations
-
 import time
 from dataclasses import replace
 

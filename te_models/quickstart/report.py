@@ -1,7 +1,5 @@
 """What the quickstart checked: measured numbers beside their bounds."""
 
-from __future__ import annotations
-
 import contextlib
 import resource
 import sys

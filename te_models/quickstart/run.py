@@ -1,7 +1,5 @@
 """What the steps of the quickstart share: folders, model, text, sizes."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import dataclass
 from pathlib import Path

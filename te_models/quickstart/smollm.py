@@ -10,8 +10,6 @@ and the tokenizer, kept as a vocabulary and merges. The package is found through
 code needs an inference engine that we do not).
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import json
 import shutil

@@ -3,8 +3,6 @@
 Models are loaded one after the other, never side by side, so that the largest one decides the memory.
 """
 
-from __future__ import annotations
-
 import gc
 import math
 import shutil

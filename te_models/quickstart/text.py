@@ -3,8 +3,6 @@
 One file in twenty is held out: perplexity and logits are measured on text that training never sees.
 """
 
-from __future__ import annotations
-
 import sysconfig
 from pathlib import Path
 from typing import Any

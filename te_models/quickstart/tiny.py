@@ -4,8 +4,6 @@ For machines that cannot get the packaged model. It goes through the ordinary tr
 the quickstart then imports is a Hugging Face folder like any other.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -6,8 +6,6 @@ Everything is computed in float32 by the layers themselves, so that the noise is
 and noises are summed over all of them.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """The formats that a rehearsal compares, each with the keys of [precision] that ask for it and its relative cost."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -3,8 +3,6 @@
 A rehearsal that was killed reads its lines and measures the rest. A line that was cut short is measured again.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import time

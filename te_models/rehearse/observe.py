@@ -3,8 +3,6 @@
 T rows, K in, N out, G experts.
 """
 
-from __future__ import annotations
-
 import contextlib
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """A rehearsal as one HTML file that loads nothing: results, Pareto curve, KL by layer, and a heat map of errors."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from html import escape
 from typing import Any

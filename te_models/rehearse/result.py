@@ -1,7 +1,5 @@
 """What a rehearsal found, and its files: precision.toml, rehearsal.json, rehearsal.html."""
 
-from __future__ import annotations
-
 import json
 import tomllib
 from collections.abc import Sequence

@@ -3,8 +3,6 @@
 Each part is measured once and written (`notebook`), so that a rehearsal that was killed goes on where it was.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import hashlib

@@ -1,7 +1,5 @@
 """What is rehearsed: a training run cut down to short runs of a few windows, its data, and its model in float32."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path

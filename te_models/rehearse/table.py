@@ -3,8 +3,6 @@
 What is written is read again: every layer resolves to its format, or it is an error of ours.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 

@@ -1,7 +1,5 @@
 """Build the pieces of a run from its configuration: model, optimizer, data."""
 
-from __future__ import annotations
-
 import contextlib
 from pathlib import Path
 from typing import Any

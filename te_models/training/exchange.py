@@ -4,8 +4,6 @@ checkpoints and ours, as a stream.
 Both sides hold the same numbers by parameter: the weight in float32, `exp_avg`, `exp_avg_sq` and the number of steps.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from contextlib import ExitStack

@@ -1,7 +1,5 @@
 """The model of a training checkpoint as an ordinary folder, without the run: one process, a tensor at a time."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

@@ -4,8 +4,6 @@ A read of a tensor on an accelerator waits for everything that was queued before
 more is queued. So a step decides on the device what it does: whether it clips, and whether it changes anything.
 """
 
-from __future__ import annotations
-
 import torch
 
 

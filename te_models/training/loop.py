@@ -5,8 +5,6 @@ two integers, the step and the position in the data. Everything else is a functi
 that an interrupted run continues bit for bit.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import time

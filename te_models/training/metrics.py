@@ -5,8 +5,6 @@ On resume, lines of steps after the checkpoint (and a line cut short by a kill) 
 the story of one run.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterator

@@ -4,8 +4,6 @@
 graph of the model runs (`inputs`, of another model, say), the loss, and which numbers of it the metrics show.
 """
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 import torch

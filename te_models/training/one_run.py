@@ -1,7 +1,5 @@
 """One run at a time in a folder: two trainers on one `output_dir` would drop each other's rows and checkpoints."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path

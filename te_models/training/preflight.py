@@ -1,7 +1,5 @@
 """What a run is refused for at once: before weights are read, text is tokenized or anything is written."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import os

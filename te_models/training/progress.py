@@ -5,8 +5,6 @@ Step, loss and the time left come first, what fits into the width of a terminal 
 Everything goes to standard error.
 """
 
-from __future__ import annotations
-
 import importlib
 import itertools
 import sys

@@ -1,7 +1,5 @@
 """The data of a run: the data sets that its configuration names, training windows, and validation batches."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple

@@ -5,8 +5,6 @@ states of the generators are saved with a checkpoint all the same, as bytes in u
 that code between steps that draws random numbers continues as well.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import random

@@ -4,8 +4,6 @@ The order matters. What can be refused is refused before weights are read and be
 rank takes the same turns, because some of them communicate.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

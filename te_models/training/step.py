@@ -7,8 +7,6 @@ from compiling. Shapes are constant and the learning rate is tensor data, so one
 the whole run.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence

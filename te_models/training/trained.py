@@ -1,7 +1,5 @@
 """What of a model a run trains, told by names alone: for what a step costs, of models that are not there."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Sequence
 

@@ -1,7 +1,5 @@
 """What layers add to the residual stream beside mixers and MLPs in files, and its fields: Gemma 3n's names."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 

@@ -3,8 +3,6 @@
 An entry of this kind is read after all others, because it begins with what they say of `attention`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol

@@ -1,7 +1,5 @@
 """Configuration entries that most decoder families share."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from dataclasses import dataclass
 

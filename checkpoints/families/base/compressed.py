@@ -1,7 +1,5 @@
 """Attention to compressed keys and routing by token in files: DeepSeek-V4's names."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 

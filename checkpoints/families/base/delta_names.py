@@ -1,7 +1,5 @@
 """How files store the gated delta rule where q, k and v are projections apart: OLMo's, Kimi's and Ling's names."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Literal

@@ -1,7 +1,5 @@
 """What a family is, and how its maps are applied to a whole configuration."""
 
-from __future__ import annotations
-
 import fnmatch
 import itertools
 import json

@@ -5,8 +5,6 @@ and writes them back. Reading follows transformers: an absent field has the clas
 entry, because files of older releases leave the field out.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass

@@ -1,8 +1,6 @@
 """The indexer of sparse attention in files: DeepSeek-V3.2's names and fields, common to all families with an
 indexer."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from te_models.config import AttentionConfig, ModelConfig

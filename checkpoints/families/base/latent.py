@@ -1,7 +1,5 @@
 """Latent attention in files: DeepSeek's names, common to all families with it, and its configuration fields."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass

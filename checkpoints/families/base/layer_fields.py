@@ -1,7 +1,5 @@
 """Entries that say what each layer's attention is: its window, and whether it rotates."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal

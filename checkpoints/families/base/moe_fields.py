@@ -1,7 +1,5 @@
 """Entries of mixtures of experts: sizes, routing, and which layers have experts."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from dataclasses import dataclass
 

@@ -4,8 +4,6 @@
 A name may hold `{i}`, the number of the layer, and in experts `{e}`, the number of the expert.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol

@@ -1,7 +1,5 @@
 """Entries of a configuration within a configuration, and of flags that must agree with each other."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

@@ -4,8 +4,6 @@ An entry of this kind is read after all others; each mixer of a family has a nam
 layers in `layer_types`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field

@@ -5,8 +5,6 @@ Precedence follows transformers 5: `rope_scaling` replaces `rope_parameters`; in
 here; keys nobody knows are refused, because they may change the rotation.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any

@@ -4,8 +4,6 @@ config.json holds the text model's in `text_config`, and its tensors' names have
 parts are passthrough tensors: an import keeps them byte for byte, and an export to the same family writes them again.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any

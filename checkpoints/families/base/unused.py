@@ -4,8 +4,6 @@ Two kinds: constants that can be computed again, and the parts that predict furt
 MTP). Anything else that a model does not use is an error.
 """
 
-from __future__ import annotations
-
 import fnmatch
 import re
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The C++ library of each weight format and dtype of the rows."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import itertools

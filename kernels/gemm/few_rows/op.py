@@ -4,8 +4,6 @@ Decoding multiplies one row, or one for each sequence, by every weight: it takes
 there are more rows than FEW, a matrix multiplication of the dequantized weight is faster, and that is what runs.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad

@@ -3,8 +3,6 @@
 Eagerly a quantization is a dozen passes over memory, and its largest error as many again; here both are one.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import math

@@ -3,8 +3,6 @@
 The graph would store the values themselves, in twice the memory, and round them again in the backward pass.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

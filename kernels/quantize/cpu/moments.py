@@ -1,7 +1,5 @@
 """The compiled library of moments in few bits, and of AdamW's steps on them."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import math

@@ -1,7 +1,5 @@
 """The C++ library that rounds, of each format and pair of dtypes, compiled where it is first called."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import math

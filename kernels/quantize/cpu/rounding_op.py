@@ -6,8 +6,6 @@ of x. Eagerly the same library runs. In an exported program, where a gradient is
 compiler, the definitions do: see `kernels/backend`.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

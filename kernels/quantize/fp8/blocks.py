@@ -4,8 +4,6 @@ A block is (rows, columns) of the last two dimensions; leading dimensions are a 
 zeros for amax only. Shapes: x [..., R, C], block (br, bc), one value per block [..., ceil(R / br), ceil(C / bc)].
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

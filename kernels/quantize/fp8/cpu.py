@@ -6,8 +6,6 @@ scales of 16-bit numbers are looked up: there are 32,768 magnitudes, and each sc
 of the quantization to 1x32 blocks. The compiler vectorises the definitions themselves.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 

@@ -4,8 +4,6 @@ Layouts as in `grouped`: a copy whose blocks span several rows is in padded rows
 came in. Rows past the last group are zero.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

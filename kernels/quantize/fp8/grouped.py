@@ -7,8 +7,6 @@ zeros up to a multiple of `align`, and P rows, a function of the shapes alone, h
 in one row stay in the T rows that they came in.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -5,8 +5,6 @@ neighbouring element-wise operations, so an eight-bit copy is made only where it
 FP8 data that GEMMs read transposed comes back in the input's orientation, lying transposed in memory.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -9,8 +9,6 @@ is quantized by the same code as one matrix. Ragged edges are padded with zeros 
 block (br, bc), scales [..., ceil(R / br), ceil(C / bc)].
 """
 
-from __future__ import annotations
-
 import functools
 
 import torch

@@ -8,8 +8,6 @@ group a program serves is found on the device, from m_splits (see `grouped`).
 """
 
 # A kernel takes plain values for the constexpr parameters that choose its branches; triton's types know neither.
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """Dequantization of grouped rows in one pass: padded rows are read where they lie and written where they came from."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -1,8 +1,6 @@
 """Per-tensor FP8: amax, the cast with a given scale (both copies in one pass); dequantization of every FP8 format."""
 
 # A kernel takes plain values for the constexpr parameters that choose its branches; triton's types know neither.
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

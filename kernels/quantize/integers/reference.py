@@ -4,8 +4,6 @@ Codes are unsigned, 0 .. 2^bits - 1; without zero points the zero is 2^(bits - 1
 four bits are in a byte, the even one in the low half. Plain torch throughout, so that the compiler fuses it.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

@@ -6,8 +6,6 @@ one after the transform. Stochastic rounding draws the bits of an element from i
 copy from a different stream.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

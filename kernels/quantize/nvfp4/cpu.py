@@ -14,8 +14,6 @@ number is the sign of a difference (exact, as both are multiples of the same pow
 A code becomes a number as float16, whose exponent and mantissa it is at 2^-14 of the value, subnormals included.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -15,8 +15,6 @@ rows i and i + 8, then i and i + 4, and so on. Layouts as in `reference`. These 
 device; it has no separate kernel.
 """
 
-from __future__ import annotations
-
 from typing import Literal
 
 import torch

@@ -1,7 +1,5 @@
 """Quantization to NVFP4 and back: registered Triton kernels on an accelerator, else the references, the same bits."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch

@@ -13,8 +13,6 @@ Shapes: x [..., R, C] (leading dimensions are a batch of matrices), packed uint8
 float8_e4m3fn [..., R, ceil(C / 16)], amax float32 [...].
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

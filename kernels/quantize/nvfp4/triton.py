@@ -5,8 +5,6 @@ The columnwise copy is made of the transposed tile, so one device function makes
 """
 
 # A kernel takes plain values for the constexpr parameters that choose its branches; triton's types know neither.
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

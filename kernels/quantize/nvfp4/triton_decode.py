@@ -1,8 +1,6 @@
 """NVFP4 back to numbers."""
 
 # A kernel takes plain values for the constexpr parameters that choose its branches; triton's types know neither.
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

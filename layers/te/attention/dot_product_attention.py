@@ -3,8 +3,6 @@
 B batch, S query length, L key length, N query heads, G key/value heads (query groups), D head channels.
 """
 
-from __future__ import annotations
-
 from typing import Any, Literal, TypedDict, cast
 
 import torch

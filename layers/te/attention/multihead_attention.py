@@ -3,8 +3,6 @@
 S length, B batch, H hidden, N query heads, G key/value heads (query groups), D head channels.
 """
 
-from __future__ import annotations
-
 from typing import Any, Literal, Unpack
 
 import torch

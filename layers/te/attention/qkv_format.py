@@ -3,8 +3,6 @@
 B batch, S length, T tokens of all sequences, N heads, D head channels.
 """
 
-from __future__ import annotations
-
 from typing import Literal, get_args
 
 from torch import Tensor

@@ -3,8 +3,6 @@
 B batch, S length, T tokens, N heads, D head channels, R rotated channels.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

@@ -3,8 +3,6 @@
 S length, B batch, H hidden.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, Literal, Unpack
 

@@ -1,7 +1,5 @@
 """A norm and a dense layer as one module, with Transformer Engine's arguments."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 import torch

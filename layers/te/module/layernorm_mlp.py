@@ -1,7 +1,5 @@
 """A norm followed by a two-layer MLP, as one module."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

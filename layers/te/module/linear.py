@@ -1,7 +1,5 @@
 """The dense layer with Transformer Engine's arguments."""
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 

@@ -1,7 +1,5 @@
 """LayerNorm and RMSNorm with Transformer Engine's arguments."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import TypeVar
 

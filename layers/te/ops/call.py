@@ -1,7 +1,5 @@
 """What passes between the operations of a fused group: arguments, results, and what is left for the backward pass."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

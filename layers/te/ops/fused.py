@@ -1,7 +1,5 @@
 """Fused operations: several basic ones in one step. `FUSIONS` lists what the fuser looks for."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

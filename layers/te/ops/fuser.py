@@ -4,8 +4,6 @@ Its tensor arguments are the group's input and then, for each basic operation, i
 inputs. `FusionPlan` says which is which; it holds the operations and constants, no tensors.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 

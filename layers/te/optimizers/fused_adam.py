@@ -1,7 +1,5 @@
 """FusedAdam with Transformer Engine's arguments, state and numbers (`te.optimizers.FusedAdam`)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """FusedSGD with Transformer Engine's arguments, state and numbers (`te.optimizers.FusedSGD`)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any
 

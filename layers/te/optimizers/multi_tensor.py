@@ -1,7 +1,5 @@
 """Transformer Engine's functions of lists of tensors that scripts clip gradients with: their norm, and scaling them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

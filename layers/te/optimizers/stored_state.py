@@ -11,8 +11,6 @@ so the weight is the master rounded to the nearer bfloat16 (a tie away from zero
 already been added to the weight where the remainder is negative.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

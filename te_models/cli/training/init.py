@@ -1,7 +1,5 @@
 """`te-models init`: a first training configuration for a model and this machine."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 

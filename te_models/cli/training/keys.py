@@ -1,7 +1,5 @@
 """The keys of a configuration as text: what `train --help-keys` and `info --keys` print."""
 
-from __future__ import annotations
-
 import textwrap
 from collections.abc import Sequence
 from typing import Any

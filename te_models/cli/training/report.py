@@ -1,7 +1,5 @@
 """`te-models report`: training runs as one HTML file."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 

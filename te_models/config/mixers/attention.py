@@ -1,7 +1,5 @@
 """Self attention: grouped queries, windows, normalised queries and keys, latent attention, temperatures."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 

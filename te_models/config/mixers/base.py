@@ -1,7 +1,5 @@
 """What every kind of mixer says of itself, and how a configuration tells kinds apart."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple, Self

@@ -1,7 +1,5 @@
 """The gated delta rule (arXiv 2412.06464): linear attention whose state forgets, and corrects what it holds."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar, Literal

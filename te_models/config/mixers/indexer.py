@@ -1,7 +1,5 @@
 """The indexer of sparse attention (DeepSeek-V3.2, arXiv 2512.02556): it chooses the keys that each query sees."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 

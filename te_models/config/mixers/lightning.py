@@ -1,7 +1,5 @@
 """Lightning attention (arXiv 2401.04658): linear attention whose decay is fixed, by head and by depth."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar

@@ -1,7 +1,5 @@
 """The mixer of Mamba (arXiv 2312.00752): a state space with a decay for each channel and state."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar, Literal

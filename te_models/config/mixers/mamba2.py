@@ -1,7 +1,5 @@
 """The mixer of Mamba-2 (arXiv 2405.21060): a state space whose decay is a scalar for each head."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar, Literal

@@ -1,7 +1,5 @@
 """A gated short convolution as the mixer of a layer (LFM2, arXiv 2511.23404)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar

@@ -5,8 +5,6 @@ LayerNormLinear, LayerNormMLP and GroupedLinear as it adapts torch's own layers.
 is installed. May import: peft, and the rest of te_models.
 """
 
-from __future__ import annotations
-
 from .adapter import LoraAdapter
 from .injection import register_with_peft
 from .layers import LoraGroupedLinear, LoraLayerNormLinear, LoraLayerNormMLP, LoraLinear

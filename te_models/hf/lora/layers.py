@@ -1,7 +1,5 @@
 """What peft puts in the place of each layer: our adapted layers, with the adapters that peft keeps by name."""
 
-from __future__ import annotations
-
 from ...lora.layers import (
     SECOND,
     AdaptedGroupedLinear,

@@ -7,8 +7,6 @@ latent and its shared key part instead of keys and values, with G = 1. Index key
 channels of the second tensor, a part of them in each head.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, Protocol
 

@@ -3,8 +3,6 @@
 B batch.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

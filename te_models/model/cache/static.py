@@ -7,8 +7,6 @@ reach. The prompt is read as without a cache and its end is stored.
 B batch, L slots, G key/value heads, D channels.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

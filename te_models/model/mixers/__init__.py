@@ -12,8 +12,6 @@ compressed_attention  a window and compressed keys
 module here, and an entry below.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from ...config import AttentionConfig, ConfigError, MixerConfig

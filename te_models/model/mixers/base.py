@@ -3,8 +3,6 @@
 B batch, S sequence, L keys (cached ones included), H hidden.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn

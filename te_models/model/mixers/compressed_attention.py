@@ -7,8 +7,6 @@ One head is key and value. Its rotation is undone on the output, so that what a 
 A cache holds the key of each token, and behind it what compressed keys are made of; these are computed from it again.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

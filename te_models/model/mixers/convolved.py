@@ -3,8 +3,6 @@
 B batch, S sequence, H hidden, D channels, W width of the convolution.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

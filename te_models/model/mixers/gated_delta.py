@@ -3,8 +3,6 @@
 B batch, S sequence, H hidden, N value heads of a rank, K and V channels of a head.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -6,8 +6,6 @@ A pool is represented where its last token is, so that what a query does not see
 each token.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

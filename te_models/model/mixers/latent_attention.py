@@ -7,8 +7,6 @@ Each head's key is [D from the latent | R shared by all heads, rotated]. The cac
 C + R numbers per position for all heads together, and the heads' keys and values are computed from it again.
 """
 
-from __future__ import annotations
-
 import functools
 
 import torch

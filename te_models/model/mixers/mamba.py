@@ -3,8 +3,6 @@
 B batch, S sequence, H hidden, D channels of a rank, N states of a channel, R size of the latent of the time steps.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

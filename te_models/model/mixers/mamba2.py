@@ -6,8 +6,6 @@ Where ranks that split a layer are more than its groups, each has a part of the 
 group: it gathers the rows of that group behind the convolution, and sums squares for the norm over the group's ranks.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

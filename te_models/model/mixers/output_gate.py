@@ -3,8 +3,6 @@
 B batch, S sequence, H hidden, N heads of a rank, Dv value channels.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn

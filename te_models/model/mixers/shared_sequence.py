@@ -4,8 +4,6 @@ own, so that ranks exchange maps and states, not tokens; convolutions, the last 
 B batch, n ranks with two chunks each, R = 2 B rows of a chunk, C tokens of one, H heads, K and V channels.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

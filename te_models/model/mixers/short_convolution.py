@@ -3,8 +3,6 @@
 B batch, S sequence, H hidden, D channels of a rank.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor

@@ -6,8 +6,6 @@
 T tokens of this rank, K experts per token, E experts, R rows of this rank's experts, H hidden.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

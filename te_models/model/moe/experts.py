@@ -3,8 +3,6 @@
 R rows, H hidden, or the channels of `moe_latent_size`, E experts, I expert width.
 """
 
-from __future__ import annotations
-
 from torch import Tensor, nn
 
 from te_models.kernels.permute import Permutation, permute

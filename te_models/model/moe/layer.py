@@ -7,8 +7,6 @@ to step without a host synchronisation and without recompiling. Where experts ar
 `dispatch.py`: T is then the tokens of all of them between dispatch and combination.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any, cast
 

@@ -7,8 +7,6 @@ chose, and the decoder adds it up outside of the layer: what an activation check
 again.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NamedTuple, Self
 

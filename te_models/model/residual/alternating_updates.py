@@ -3,8 +3,6 @@
 B batch, S sequence, M lanes, H hidden. Between layers the lanes of a token lie side by side, [B, S, M H].
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn

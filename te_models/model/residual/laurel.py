@@ -1,7 +1,5 @@
 """A learned augmented residual of low rank beside attention (LAuReL, arXiv 2411.07501)."""
 
-from __future__ import annotations
-
 import math
 
 from torch import Tensor, nn

@@ -1,7 +1,5 @@
 """A number by which a layer multiplies the residual stream, stored and not trained (Gemma 4)."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

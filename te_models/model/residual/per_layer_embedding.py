@@ -3,8 +3,6 @@
 B batch, S sequence, H hidden, C channels of such an embedding.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

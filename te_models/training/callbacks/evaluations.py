@@ -1,7 +1,5 @@
 """Evaluations of a run beside its validation loss: any function of the model, and tasks of lm-evaluation-harness."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from numbers import Real
 from pathlib import Path

@@ -3,8 +3,6 @@
 A run's folder may come from somebody else: a module that lies in it must not run because a command was typed there.
 """
 
-from __future__ import annotations
-
 import importlib
 import sys
 from typing import Any

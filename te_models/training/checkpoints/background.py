@@ -4,8 +4,6 @@ One is written at a time. What a checkpoint is does not change: it appears under
 is on the disk, so a process that is killed in the middle leaves the one before.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace

@@ -6,8 +6,6 @@ or come from a release that wrote none: names, types, shapes and dtypes, ranges,
 position against the step. What only the model knows, `Optimizer` and `saved_recipe_state` compare.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import re

@@ -1,7 +1,5 @@
 """The folders of training checkpoints: their names, those that exist, those that go, and what is in a sharded one."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from pathlib import Path

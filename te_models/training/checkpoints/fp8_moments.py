@@ -10,8 +10,6 @@ part takes the blocks, bit for bit. For another part the values of all parts tha
 encoded again, rounded to the nearest.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping

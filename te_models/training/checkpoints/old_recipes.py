@@ -1,8 +1,6 @@
 """The live state of recipes in checkpoints of earlier releases. Its name had the rank that wrote it:
 `recipe.RANK.NAME`. Every rank saved the state of the layers and the experts that it had."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Mapping
 

@@ -6,8 +6,6 @@ not share is in as many rows: the stream of each rank's random bits, the amaxes 
 update of scales, and scales that no rank shares: of experts with several copies, and of `reduce_amax = False`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 

@@ -4,8 +4,6 @@ Where every rank has the whole model, at most without a part of the experts, the
 Where layers are split or sharded, every rank writes its own part. Each kind is read in every layout.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

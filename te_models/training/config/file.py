@@ -4,8 +4,6 @@ A sentence names the file, the table and the key, "run.toml: [data] sequence_len
 "--data.sequence-length is ...", whichever the value came from.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import tomllib
 import typing

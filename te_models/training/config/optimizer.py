@@ -3,8 +3,6 @@
 The sentence below a key is its documentation everywhere: on the command line, and in docs/training-keys.md.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

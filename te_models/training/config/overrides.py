@@ -4,8 +4,6 @@ Every key has an option, dots for tables and dashes for underscores (underscores
 of the annotations of the configuration; `file` checks the values together with the TOML file's values.
 """
 
-from __future__ import annotations
-
 import argparse
 import tomllib
 import typing

@@ -1,7 +1,5 @@
 """The table [posttraining]: what a trained model learns from beside text, or in place of it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

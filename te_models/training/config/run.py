@@ -6,8 +6,6 @@ base with `ModelConfig`, so dictionary and JSON round trips are exact; each chec
 JSON.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass, field
 from typing import Literal, Self

@@ -6,8 +6,6 @@ of a mixture is the position, as the state of one data set is. Weights are exact
 at positions that are known before (a curriculum): counts of earlier stages are computed in the same way.
 """
 
-from __future__ import annotations
-
 import hashlib
 from bisect import bisect_right
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ of 1024 blocks of 64 KiB spread evenly from the first byte to the last. The dige
 set is built, and in every checkpoint of a run.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterator
 

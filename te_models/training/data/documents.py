@@ -6,8 +6,6 @@ else is text, one document a file. A *span* is a part of a file that is read in 
 JSON lines, a row group, some thousand rows, a shard of a stream.
 """
 
-from __future__ import annotations
-
 import glob
 import json
 from collections.abc import Iterator, Sequence

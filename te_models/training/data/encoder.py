@@ -1,7 +1,5 @@
 """From documents to token ids, and of a chat to what the loss counts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path

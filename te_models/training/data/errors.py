@@ -1,7 +1,5 @@
 """What goes wrong with data: one error, and how its sentences list names."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

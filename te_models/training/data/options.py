@@ -1,7 +1,5 @@
 """How documents are read and tokenized: what `data` of a run, and the options of `te-models tokenize`, say of it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal

@@ -5,8 +5,6 @@ so on. Each is the beginning of a row, filled up with padding that does not coun
 token before.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 

@@ -4,8 +4,6 @@ What is read is a function of the position, so reading ahead changes no batch, a
 and nothing of what had been read. An exception of the reader is raised in the step that needs the batch.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor

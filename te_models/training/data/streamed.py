@@ -5,8 +5,6 @@ the split is then `train`. Each of its shards, a file as a rule, is read by itse
 behind the last row of one that it noted (`part`).
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path

@@ -3,8 +3,6 @@
 Through a memory map, the first access beyond the new end of the file would end the process with SIGBUS.
 """
 
-from __future__ import annotations
-
 import os
 import weakref
 from pathlib import Path

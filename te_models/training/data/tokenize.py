@@ -7,8 +7,6 @@ complete, they are joined in their order: the bytes of the data set depend on ne
 interruptions. A worker is a thread with its tokenizer process.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import random

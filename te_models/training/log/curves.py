@@ -1,7 +1,5 @@
 """Pictures of training runs: the curves of one or more runs, and how far runs are from one of them (extra `plot`)."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any

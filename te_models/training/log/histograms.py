@@ -1,7 +1,5 @@
 """What a row of the metrics is to a dashboard: scalars by name, and histograms of experts and quantized operands."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """A trace of some steps by torch.profiler: a file of each rank for chrome://tracing or Perfetto."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, Self
 

@@ -1,7 +1,5 @@
 """Every start of a run in its folder: when, from which step, with which configuration, versions and machine."""
 
-from __future__ import annotations
-
 import json
 import os
 import platform

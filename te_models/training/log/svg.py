@@ -1,7 +1,5 @@
 """Line charts as SVG, for a page that loads nothing."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ metrics file is cut after N, TensorBoard is told to forget what comes later, and
 that it has (the repeated ones equal them).
 """
 
-from __future__ import annotations
-
 import json
 import uuid
 from itertools import pairwise

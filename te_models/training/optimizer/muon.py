@@ -10,8 +10,6 @@ Where ranks have parts of a matrix, each puts the whole of its update together, 
 the ranks of a copy do the same work, so that nothing is sent back.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

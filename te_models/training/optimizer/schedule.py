@@ -6,8 +6,6 @@ along a line, "cosine" (arXiv 1608.03983) along half a cosine, to `min_lr_ratio`
 the peak and falls over the last `decay_steps`, linearly or as 1 - sqrt of what is done of them (arXiv 2405.18392).
 """
 
-from __future__ import annotations
-
 import math
 
 from ..config import ScheduleConfig

@@ -7,8 +7,6 @@ rank receives the sums of its parts alone (`ScatteredBucket`). The update of an 
 all of them would make.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -7,8 +7,6 @@ over the predictions that the loss of the text counts. The teacher is frozen, co
 have quantized weights.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -9,8 +9,6 @@ IPO, and h is (log pi - log ref)(chosen) - (log pi - log ref)(rejected):
 A reward is beta (log pi - log ref). A batch has the rows chosen, rejected, chosen, rejected and so on.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import ClassVar
 

@@ -1,7 +1,5 @@
 """What an objective takes of a model that is not trained: a starting point, or a teacher."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any

@@ -3,8 +3,6 @@
 Ranks with other settings would wait in different collectives, or average gradients of different models.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import time

@@ -4,8 +4,6 @@ A bucket is a list of parameters whose gradients travel in one all-reduce. At mo
 gradients at a time, so that averaging takes memory for some buckets and not for another set of all gradients.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field

@@ -11,8 +11,6 @@ Alternative rejected: `torch.distributed.monitored_barrier`, in which only rank 
 timeout counts while rank 0 tokenizes text or writes files.
 """
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import json

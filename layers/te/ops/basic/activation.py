@@ -1,7 +1,5 @@
 """Activations, plain and gated."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

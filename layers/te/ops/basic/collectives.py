@@ -3,8 +3,6 @@
 group: a process group; None: the default one.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch.distributed as dist

@@ -1,8 +1,6 @@
 """Operations that work element by element, or only on the shape: biases, scales, dropout, and a second tensor that
 joins or leaves, as at a residual branch."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """One GEMM per group of rows."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

@@ -1,7 +1,5 @@
 """The dense GEMM, alone and with a bias, and the quantization of its input as a separate operation."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable
 from typing import Any, NamedTuple

@@ -9,8 +9,6 @@ Each rank digests what it writes, and the first one joins the digests of those l
 As every checkpoint it appears by one rename, when all ranks have written and the index has been read back.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path

@@ -12,8 +12,6 @@ The metadata has the number of ranks and the list of dtypes. Tensors that are cu
 takes four bytes, and its file's header names each box in far more: a larger index than its files is not one.
 """
 
-from __future__ import annotations
-
 import ctypes
 import math
 from collections.abc import Iterable

@@ -5,8 +5,6 @@ One rank writes each box that several have, such that all copies write as many b
 and these packed; the first rank works on flat arrays, because ranks x tensors are millions.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import zlib

@@ -6,8 +6,6 @@
 Its size grows with tensors x ranks, which few ranks of a large model bring beyond what is read.
 """
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

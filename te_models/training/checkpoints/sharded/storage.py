@@ -7,8 +7,6 @@
 torch's own storage for checkpoints writes pickles, whose reading runs code of whoever wrote them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple, Self
