@@ -9,6 +9,8 @@ kernels      maths on plain tensors                layers       the layer set an
 checkpoints  Hugging Face and own files
 """
 
+from __future__ import annotations
+
 from typing import TYPE_CHECKING
 
 from .lazy import lazy_names

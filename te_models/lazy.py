@@ -4,6 +4,8 @@ A module that needs torch for some of its work says `from te_models.lazy import 
 a process that never imports torch, as the verbs that move bytes do.
 """
 
+from __future__ import annotations
+
 import ast
 import importlib
 import sys

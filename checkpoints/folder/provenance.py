@@ -1,5 +1,7 @@
 """What a folder of ours records about the files that its weights come from, and how that differs between two."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Collection, Container, Iterator, Mapping, Set
 from dataclasses import replace
 from typing import Any

@@ -6,6 +6,8 @@
 Megatron-Core's `torch_dist` and torchtitan's checkpoints are of this kind.
 """
 
+from __future__ import annotations
+
 import os
 from collections.abc import Mapping
 from pathlib import Path

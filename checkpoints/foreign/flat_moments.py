@@ -10,6 +10,8 @@ modules, and the copies of the weights that lie beside the moments (`param`) pro
 `fully_sharded_model_space`: of a parameter [X, Y] that ranks split into parts [x, y], a tensor [X / x, Y / y, x * y].
 """
 
+from __future__ import annotations
+
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence

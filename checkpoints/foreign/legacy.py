@@ -1,6 +1,8 @@
 """Files of Megatron's ranks, mp_rank_XX[_YYY[_ZZZ]]/model_optim_rng.pt: of tensor parallel ranks, stages and shares of
 experts. `ranks` says what they hold."""
 
+from __future__ import annotations
+
 import os
 import re
 from collections.abc import Callable, Mapping

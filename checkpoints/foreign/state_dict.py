@@ -1,5 +1,7 @@
 """State dicts in one piece: a file that `torch.save` wrote, read without unpickling, or safetensors files."""
 
+from __future__ import annotations
+
 import os
 from pathlib import Path
 from typing import Any

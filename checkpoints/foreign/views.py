@@ -1,5 +1,7 @@
 """A checkpoint's tensors under other names, and without rows that only fill up: a store of a store."""
 
+from __future__ import annotations
+
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 

@@ -5,6 +5,8 @@ what a declaration holds; `namespace` turns a family's weight map into one of th
 `views` reads the files' tensors as those fields, or as plain values, a region at a time; `encode` is the way back.
 """
 
+from __future__ import annotations
+
 from typing import TYPE_CHECKING
 
 from te_models.lazy import lazy_names

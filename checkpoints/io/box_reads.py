@@ -6,6 +6,8 @@ region of rows that lie apart by one call per row, unless they are so short or s
 them costs less.
 """
 
+from __future__ import annotations
+
 import ctypes
 import itertools
 import math

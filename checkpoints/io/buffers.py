@@ -1,5 +1,7 @@
 """A few fixed buffers through which all data moves, so that memory does not grow with the checkpoint."""
 
+from __future__ import annotations
+
 import ctypes
 import mmap
 from concurrent.futures import Future

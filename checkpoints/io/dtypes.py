@@ -4,6 +4,8 @@ A conversion to float16 that turns a finite number into an infinite one is refus
 float16 reaches 65504, every other float 3e38, and a maximum costs little beside the conversion itself.
 """
 
+from __future__ import annotations
+
 import functools
 from collections import Counter
 from collections.abc import Iterable

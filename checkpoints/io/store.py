@@ -6,6 +6,8 @@ Files are read through descriptors: of one that becomes shorter meanwhile a memo
 descriptor reads fewer bytes.
 """
 
+from __future__ import annotations
+
 import os
 import threading
 import weakref

@@ -4,6 +4,8 @@ torch spreads one operation over all cores and waits for the slowest; on a machi
 is not running. A conversion has many independent parts, so here a thread takes a part and nobody waits for it.
 """
 
+from __future__ import annotations
+
 import os
 import sys
 import threading

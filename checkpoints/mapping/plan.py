@@ -5,6 +5,8 @@ every output element is written exactly once. Everything else is an error that n
 first byte is written.
 """
 
+from __future__ import annotations
+
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace

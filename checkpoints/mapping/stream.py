@@ -1,5 +1,7 @@
 """Move the pieces of a plan: into buffers in output order for a writer, into a live tensor, or into a state dict."""
 
+from __future__ import annotations
+
 import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence

@@ -1,5 +1,7 @@
 """Conversions between folders. Each one plans from headers, refuses what it cannot do exactly, then streams."""
 
+from __future__ import annotations
+
 import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager

@@ -1,5 +1,7 @@
 """Checkpoints of training systems to our folders; see `foreign/`."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace

@@ -1,5 +1,7 @@
 """Our folders to checkpoints of training systems; see `foreign/`."""
 
+from __future__ import annotations
+
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path

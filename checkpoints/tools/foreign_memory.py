@@ -1,5 +1,7 @@
 """State dicts of other systems' modules to ours and back, in memory."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 
 from te_models.config import ModelConfig

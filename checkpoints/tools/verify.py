@@ -1,5 +1,7 @@
 """Whether two folders hold the same model, bit for bit, whatever their kind, layout and sharding."""
 
+from __future__ import annotations
+
 import ctypes
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress

@@ -9,6 +9,8 @@ whatever their number. Files with computed tensors take turns: one computes at a
 `write_tensors` writes one file of tensors in memory through the same path.
 """
 
+from __future__ import annotations
+
 import ctypes
 import hashlib
 import threading

@@ -1,5 +1,7 @@
 """GGUF, the files of llama.cpp: read into a folder of ours, whatever their blocks, and written from one."""
 
+from __future__ import annotations
+
 from typing import TYPE_CHECKING
 
 from ..lazy import lazy_names

@@ -8,6 +8,8 @@ pipeline   pipeline stages and their schedules         stage_layout   which laye
 use: sizes can be checked without torch.
 """
 
+from __future__ import annotations
+
 from typing import TYPE_CHECKING
 
 from ..lazy import lazy_names

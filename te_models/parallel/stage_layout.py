@@ -1,5 +1,7 @@
 """Which layers each rank of a pipeline has under a schedule, known without torch."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise

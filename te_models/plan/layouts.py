@@ -15,7 +15,7 @@ from te_models.layers.distributed.context_parallel import CpCommType
 from ..config import ConfigError, ModelConfig
 from ..layouts import Facts, check_layout_rules
 from ..training.config import ParallelConfig, TrainConfig
-from .process import ask, read
+from .process import ask_planner, read_plan
 from .result import Hardware, Plan
 
 Layout = dict[str, Any]
@@ -76,7 +76,7 @@ def plan_layouts(
     """
     limits = {"enough": ENOUGH, "most": MOST}
     asked = {"config": config.to_dict(), "ranks": ranks, "hardware": asdict(hardware), "limits": limits}
-    return [_found(values) for values in ask({"search": asked}, told)]
+    return [_found(values) for values in ask_planner({"search": asked}, told)]
 
 
 def _found(values: dict[str, Any]) -> Plan | Refused | Estimated:
@@ -84,7 +84,7 @@ def _found(values: dict[str, Any]) -> Plan | Refused | Estimated:
         return Refused(values["sizes"], values["options"], values["refused"])
     if "estimated_step_s" in values:
         return Estimated(values["sizes"], values["options"], values["estimated_step_s"], values["estimated_mfu"])
-    found = read(values)
+    found = read_plan(values)
     if isinstance(found, ConfigError):
         raise found
     return found

@@ -53,10 +53,10 @@ def plan_each(configs: Sequence[TrainConfig], ranks: int, hardware: Hardware) ->
     Raises RuntimeError where a process fails or is killed.
     """
     asked = {"configs": [config.to_dict() for config in configs], "ranks": ranks, "hardware": asdict(hardware)}
-    return [read(answer) for answer in ask({"plans": asked})] if configs else []
+    return [read_plan(answer) for answer in ask_planner({"plans": asked})] if configs else []
 
 
-def ask(what: Task, told: Callable[[int, int], object] | None = None) -> list[Task]:
+def ask_planner(what: Task, told: Callable[[int, int], object] | None = None) -> list[Task]:
     """Return what `main` answers to `what` in a new process. told: is told how many of how many plans are made.
 
     Raises CheckpointError, ConfigError and RuntimeError of that process.
@@ -108,7 +108,7 @@ class _Forks:
             _of_run(
                 config,
                 [
-                    [read(answers[rank, stretch, number]) for rank in pipeline_ranks(config)]
+                    [read_plan(answers[rank, stretch, number]) for rank in pipeline_ranks(config)]
                     for stretch in range(len(config.precision.recipe_names))
                 ],
             )
@@ -151,7 +151,7 @@ def of_pipeline(plans: Sequence[Plan]) -> Plan:
     return replace(slowest, **{name: getattr(most, name) for name in names})
 
 
-def read(answer: Task) -> Plan | ConfigError:
+def read_plan(answer: Task) -> Plan | ConfigError:
     """Return the plan that an answer says, or why it is refused. Raises CheckpointError and RuntimeError."""
     if "unread" in answer:
         from te_models.checkpoints import CheckpointError

@@ -5,6 +5,8 @@ of te_models; nothing but the command line imports it. Names are imported on fir
 and its keys listed, without torch.
 """
 
+from __future__ import annotations
+
 from typing import TYPE_CHECKING
 
 from ..lazy import lazy_names

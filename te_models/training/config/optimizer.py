@@ -161,7 +161,7 @@ class LoRAConfig(ConfigPart):
 @dataclass(frozen=True, kw_only=True)
 class DiLoCoConfig(ConfigPart):
     """Local steps between exchanges of weights (DiLoCo, arXiv 2311.08105): each rank, or a few together, is a replica
-    with an inner optimizer, which is [optimizer], and an outer one follows the mean of what they moved."""
+    with an inner optimizer, that of [optimizer], and an outer one follows the mean of what they moved."""
 
     inner_steps: int = 0
     """Steps that each replica makes alone (the paper's H); 0 means that gradients are averaged in every step."""

@@ -60,7 +60,8 @@ def test_no_bit_changes(kind: str, name: str, shapes: list, monkeypatch: pytest.
 
     def twice(weight: Tensor, scaling: Any, dtype: torch.dtype, *rest: Any) -> Any:
         quantizer = scaling.for_weight(records=True)
-        return three_gemms.EncodedTensor(gemm_operand.quantized_operand(quantizer, weight, "rowwise", dtype))
+        operand = gemm_operand.quantized_operand(quantizer, weight, "rowwise", dtype)
+        return three_gemms.EncodedTensor(operand, three_gemms.NOTHING, ())
 
     monkeypatch.setattr(three_gemms, "encode_weight", twice)
     assert_equal(step(module, name, [x], run=run_of(kind, module)), got)

@@ -10,9 +10,8 @@ import ast
 import importlib
 import inspect
 import json
-import re
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Unpack, get_args, get_origin
 
 import pytest
 
@@ -75,10 +74,9 @@ def _parameters(function: Any) -> dict[str, inspect.Parameter]:
     if next(iter(found), "") == "self":
         del found["self"]
     for name, parameter in list(found.items()):
-        unpacked = re.fullmatch(r"Unpack\[(\w+)\]", str(parameter.annotation))
-        if unpacked:
+        if get_origin(parameter.annotation) is Unpack:
             del found[name]
-            for key in inspect.unwrap(function).__globals__[unpacked[1]].__annotations__:
+            for key in get_args(parameter.annotation)[0].__annotations__:
                 found[key] = inspect.Parameter(key, inspect.Parameter.KEYWORD_ONLY, default=ANY)
     return found
 
