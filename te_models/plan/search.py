@@ -73,8 +73,8 @@ class Search:
         if enough:
             self._plan_around_the_best(candidates)
         plans = sorted((plan for each in candidates for plan in each.plans), key=_rank)
-        estimated = [self._estimate(each) for each in left if not each.plans]
-        return [*plans, *sorted(estimated, key=lambda each: -each.mfu), *self.refused]
+        estimated = sorted((self._estimate(each) for each in left if not each.plans), key=lambda each: -each.mfu)
+        return [*plans, *estimated, *self.refused]
 
     def _candidates(self) -> list[_Candidate]:
         """Return all layouts, as ranks share an update first of all, with each way to recompute."""

@@ -43,6 +43,7 @@ class OuterOptimizer:
         self.config, self.optimizer, self.ranks, self.replica = config, optimizer, ranks, Ranks()
         if config.replica_ranks > 1:
             group, _ = dist.new_subgroups(config.replica_ranks)
+            assert isinstance(group, dist.ProcessGroup)
             place = {"rank": group.rank(), "world_size": group.size(), "group": group}
             self.replica = dataclasses.replace(ranks, owns_group=False, **place)
         self.number = ranks.rank // config.replica_ranks
