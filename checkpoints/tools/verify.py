@@ -31,6 +31,9 @@ P = TypeVar("P", "torch.Tensor", memoryview)
 _SHOWN = 20
 """Differences that are printed."""
 _EMBEDDING = "embedding.word_embeddings.weight"
+_OF_TRAINING = {"columnwise", "with_2d_quantization", "two_dimensional", "with_rht", "stochastic_rounding"}
+_OF_TRAINING |= {"block", "usage"}
+"""What is said of a transpose, and of how rounding chose scales: no Hugging Face file says it."""
 
 
 @dataclass
@@ -64,8 +67,9 @@ def verify(a: PathLike, b: PathLike, *, progress: Progress | None = None) -> Ver
     tensors that travel along unused. A stored output layer that should repeat the embedding, and does not, differs.
 
     Quantized parameters are compared as stored (data and scales). Two Hugging Face folders of different files but equal
-    content are equal; so are a Hugging Face folder and its import in either layout. Scales of activations are compared
-    where both folders have files of one format and form, now or before their import.
+    content are equal; so are a Hugging Face folder and its import in either layout, and a folder of ours and its
+    export: the transposes that ours has for training are in no Hugging Face file, and do not count. Scales of
+    activations are compared where both folders have files of one format and form, now or before their import.
     """
     report = VerifyReport()
     with open_pair(a, b) as (left, right):
@@ -77,8 +81,10 @@ def verify(a: PathLike, b: PathLike, *, progress: Progress | None = None) -> Ver
         for outputs, copies in zip((outputs_a, outputs_b), output_layers(left, right)):
             outputs |= copies
         for name in (n for n in {**left.formats, **right.formats} if left.formats.get(n) != right.formats.get(n)):
-            report.add(f"{name}: {_format(left, name)} and {_format(right, name)}")
-            for entry in (name + suffix for suffix in SUFFIXES.values()):
+            beside = left.kind != right.kind and _rowwise(left, name) == _rowwise(right, name)
+            if not beside:
+                report.add(f"{name}: {_format(left, name)} and {_format(right, name)}")
+            for entry in (name + suffix for field, suffix in SUFFIXES.items() if not beside or "columnwise" in field):
                 outputs_a.pop(entry, None)
                 outputs_b.pop(entry, None)
         for name in {**outputs_a, **outputs_b}:
@@ -176,6 +182,16 @@ def _output_layers(ckpt: Checkpoint, names: Iterable[str]) -> dict[str, OutputTe
 
 def _format(ckpt: Checkpoint, name: str) -> str:
     return str(ckpt.formats[name]["quantizer"]) if name in ckpt.formats else "not quantized"
+
+
+def _rowwise(ckpt: Checkpoint, name: str) -> dict[str, Any] | None:
+    """Return what is said of a quantized parameter but for its transpose, and how it was rounded."""
+    if name not in ckpt.formats:
+        return None
+    said = ckpt.formats[name]
+    return {
+        key: value for key, value in {**said, **said["quantizer"]}.items() if key not in {*_OF_TRAINING, "quantizer"}
+    }
 
 
 def compare_bits(

@@ -87,19 +87,20 @@ def test_a_configuration_written_afresh_is_the_same_model_to_transformers(case: 
 @pytest.mark.parametrize("family", FIRST_CASES)
 @torch.no_grad()
 def test_every_number_of_the_configuration_counts(family: str) -> None:
-    """With all of its numbers changed, those that the cases leave at the class's default, too."""
+    """With all of its numbers changed, those that the cases leave at the class's default, too; three families have none
+    that transformers follows."""
     theirs = make(FIRST_CASES[family])
     values = json.loads(theirs.config.to_json_string())
     known = FAMILIES[family].known - OF_TRAINING
     other = {name: changed(name, value) for name, value in values.items() if name in known}
-    assert sum(other[name] != values[name] for name in other) >= 1
     with torch.random.fork_rng():
         torch.manual_seed(0)
         config = transformers.AutoConfig.for_model(**with_infinities({**values, **other}))
         theirs_changed = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     theirs_changed.load_state_dict(theirs.state_dict())
     expected = theirs_changed(tokens(41)).logits
-    assert (expected - theirs(tokens(41)).logits).abs().max() > 0.01 * expected.abs().max()
+    moved = (expected - theirs(tokens(41)).logits).abs().max() > 0.01 * expected.abs().max()
+    assert moved == (family not in ("biogpt", "opt", "xglm"))
     assert_close(GPTModel.from_hf(theirs_changed).eval()(tokens(41)).logits, expected)
 
 
@@ -107,19 +108,24 @@ OF_TRAINING = {
     "attention_dropout",
     "attn_pdrop",
     "hidden_dropout",
+    "init_std",
     "initializer_range",
     "resid_pdrop",
     "residual_dropout",
     "router_aux_loss_coef",
+    "embedding_fraction",  # is always 1.0
     "moe_norm_min",  # may be no larger than what vanishes
 }
+
+
+ONE_VALUE = ("partial_rotary_factor", "alpha", "moe_normalize_expert_weights")
 
 
 def changed(name: str, value: Any) -> Any:
     """Another value for each float, also those that describe the rotation; such an epsilon is not lost in rounding."""
     if isinstance(value, dict):
         return {key: changed(key, inner) for key, inner in value.items()}
-    if not isinstance(value, float) or name in ("partial_rotary_factor", "alpha"):
+    if not isinstance(value, float) or name in ONE_VALUE:
         return value
     return 0.07 if "eps" in name else value * 1.37
 
@@ -236,6 +242,9 @@ def test_families_that_publish_fused_experts_have_a_form_with_single_ones(
         kind, bias = kind.removesuffix("_bias"), kind.endswith("_bias")
         if family in ("gpt_oss", "llama4_text") and not bias:
             tensor = tensor.mT  # stored [in, out]
+        if family == "dbrx":  # one matrix of all experts, w2 as [in, out]
+            tensor = tensor.unflatten(0, (theirs.config.ffn_config.moe_num_experts, -1))
+            tensor = tensor.mT if kind == "w2" else tensor
         for e, matrix in enumerate(tensor):
             parts = [(kind, matrix)]
             if kind == "gate_up_proj":

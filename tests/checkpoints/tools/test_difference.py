@@ -101,6 +101,19 @@ def test_what_config_json_has_no_word_for_is_no_difference(tmp_path: Path) -> No
     ]
 
 
+@pytest.mark.parametrize(("recipe", "stored"), [("nvfp4", "weight_packed"), ("mxfp8", "weight")])
+def test_a_folder_for_training_is_its_export(recipe: str, stored: str, llama: Path, tmp_path: Path) -> None:
+    """Its transposes are in no Hugging Face file, and how it rounds is not said there."""
+    quantize(llama, tmp_path / "stored", recipe)
+    export_hf(tmp_path / "stored", tmp_path / "hf")
+    assert verify(tmp_path / "stored", tmp_path / "hf").equal and verify(tmp_path / "hf", tmp_path / "stored").equal
+    name = f"model.layers.0.self_attn.o_proj.{stored}"
+    old = change(tmp_path / "hf", name, None)
+    change(tmp_path / "hf", name, old.flip(0))
+    (found,) = verify(tmp_path / "stored", tmp_path / "hf").differences
+    assert found.startswith("decoder.layers.0.self_attention.linear_proj.weight")
+
+
 def test_the_verb(llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     quantize(llama, tmp_path / "fp8", "mxfp8")
     assert main(["diff", str(llama), str(llama)]) == 0
