@@ -14,6 +14,7 @@ from triton.runtime.jit import JITFunction
 
 from te_models.kernels.activation import triton as activation
 from te_models.kernels.activation import triton_quantized as activation_quantized
+from te_models.kernels.activation.reference import ActivationKind
 from te_models.kernels.cross_entropy import triton as cross_entropy
 from te_models.kernels.norm import triton as norm
 from te_models.kernels.norm import triton_backward as norm_backward
@@ -95,12 +96,12 @@ def launches() -> Iterator[tuple[Any, ...]]:
             options = (1e-5, *flags, torch.bfloat16, given, output)
             yield f"{kind}, {name}", norm_quantized.norm_quantized, x, weight, bias, *options
     slots = torch.zeros(tokens, 8, dtype=torch.int64)
-    options = ("silu", True, None, 1.0, 0.0)
-    yield "swiglu", activation.activation_fwd, x, probabilities, *options
-    yield "swiglu backward", activation.activation_bwd, rows, x, probabilities, *options, True
+    swiglu = ActivationKind("silu", gated=True)
+    yield "swiglu", activation.activation_fwd, x, probabilities, swiglu
+    yield "swiglu backward", activation.activation_bwd, rows, x, probabilities, swiglu, True
     for name, output in OUTPUTS.items():
         given = scale if output.block == 0 else None
-        yield f"swiglu, {name}", activation_quantized.activation_quantized, x, None, *options, given, output
+        yield f"swiglu, {name}", activation_quantized.activation_quantized, x, None, swiglu, given, output
         yield f"permute, {name}", permute_quantized.permute_quantized, x, slots.flatten(), 8, given, output
     yield "sort", triton_sort.sort_by_expert, slots, 128, 128
     yield "permute", permute.permute_rows, x, slots, labels
