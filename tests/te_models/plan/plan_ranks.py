@@ -2,6 +2,7 @@
 on two ranks, or as the first or second of two that do not exist."""
 
 import contextlib
+import functools
 import json
 import sys
 from dataclasses import asdict
@@ -12,6 +13,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+from te_models.kernels.gemm import using_cpu_gemm
 from te_models.plan.micro_batch import Recorded, as_few_operations, record_layers, record_step, recorder_of
 from te_models.plan.process import model_of
 from te_models.plan.simulation import fake_ranks, fake_tensors
@@ -84,7 +86,10 @@ def record_whole_stages(config: TrainConfig, layout: RankLayout) -> Recorded:
 def main(results: str, fake: bool, layouts: list[str], rank: int = 0) -> None:
     found: dict[str, Any] = {}
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch("te_models.model.moe.layer.router_topk", balanced_topk))  # as a plan supposes
+        # as a plan supposes: equally many tokens for each expert, and products that cast no operand
+        stack.enter_context(mock.patch("te_models.model.moe.layer.router_topk", balanced_topk))
+        in_bf16 = functools.partial(using_cpu_gemm, "bf16")
+        stack.enter_context(mock.patch("te_models.plan.micro_batch.using_cpu_gemm", lambda _: in_bf16()))
         if fake:
             stack.enter_context(fake_ranks(2, rank))
         else:
