@@ -81,7 +81,7 @@ def test_quantized_inputs_and_outputs_of_graphs() -> None:
     assert counters["stats"]["unique_graphs"] == 2
 
 
-@pytest.mark.sentinels("mxfp8")
+@pytest.mark.sentinels("current")
 @pytest.mark.parametrize("name", NAMES[:3], ids=str)
 def test_compiled_inside_of_saved_tensor_hooks(name: str | None) -> None:
     """They see what the graph saves; it is the graph of a call outside of them."""
