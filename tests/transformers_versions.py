@@ -5,6 +5,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import pytest
+from packaging.version import Version
 
 SINCE = {
     "5.18": r"deepseek_v32\]|glm_moe_dsa\]|/test_glm5_next\.py|::test_real_text_has_the_same_tokens",
@@ -23,9 +24,8 @@ def skip_with_older_transformers(items: list[Any]) -> None:
         installed = version("transformers")
     except PackageNotFoundError:
         return
-    numbers = [int(number) for number in installed.split(".")[:2]]
     for since, names in SINCE.items():
-        if numbers < [int(number) for number in since.split(".")]:
+        if Version(installed) < Version(since):
             reason = f"compares with what transformers has since {since}; installed: {installed}"
             for item in items:
                 if re.search(names, item.nodeid):

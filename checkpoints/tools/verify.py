@@ -31,8 +31,9 @@ P = TypeVar("P", "torch.Tensor", memoryview)
 _SHOWN = 20
 """Differences that are printed."""
 _EMBEDDING = "embedding.word_embeddings.weight"
-_OF_TRAINING = {"columnwise", "with_2d_quantization", "two_dimensional", "with_rht", "stochastic_rounding"}
-_OF_TRAINING |= {"block", "usage"}
+_OF_TRAINING = frozenset(
+    ("columnwise", "usage", "block", "two_dimensional", "with_2d_quantization", "with_rht", "stochastic_rounding")
+)
 """What is said of a transpose, and of how rounding chose scales: no Hugging Face file says it."""
 
 
@@ -188,10 +189,9 @@ def _rowwise(ckpt: Checkpoint, name: str) -> dict[str, Any] | None:
     """Return what is said of a quantized parameter but for its transpose, and how it was rounded."""
     if name not in ckpt.formats:
         return None
-    said = ckpt.formats[name]
-    return {
-        key: value for key, value in {**said, **said["quantizer"]}.items() if key not in {*_OF_TRAINING, "quantizer"}
-    }
+    said = dict(ckpt.formats[name])
+    said |= said.pop("quantizer")
+    return {key: value for key, value in said.items() if key not in _OF_TRAINING}
 
 
 def compare_bits(

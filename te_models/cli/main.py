@@ -129,7 +129,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 @contextlib.contextmanager
 def _warnings_noted(args: argparse.Namespace) -> Iterator[None]:
     """Show what te_models warns of as notes, each once, and remember it for `emit`; others' warnings as Python does."""
-    args.noted, shown, ours = [], warnings.showwarning, str(Path(__file__).parents[1])
+    args.noted, shown, ours = [], warnings.showwarning, f"{Path(__file__).parents[1]}{os.sep}"
 
     def show(message: Warning | str, category: type[Warning], filename: str, *where: Any, **more: Any) -> None:
         if not issubclass(category, EditedFileWarning) and not filename.startswith(ours):

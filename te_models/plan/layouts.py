@@ -22,6 +22,11 @@ Layout = dict[str, Any]
 """Keys of [parallel] with their values: sizes, and choices such as "cp_comm_type"."""
 
 
+def sizes_of(layout: Layout) -> Layout:
+    """Return the sizes of a layout, without its choices."""
+    return {name: value for name, value in layout.items() if name != "cp_comm_type"}
+
+
 @dataclass(frozen=True)
 class Refused:
     """A layout that `te-models train` refuses, and its sentence. sizes, options: as of a `Plan`."""
@@ -33,8 +38,7 @@ class Refused:
     @classmethod
     def of(cls, layout: Layout, error: object) -> Refused:
         """Return what says that `layout` is refused with this error."""
-        options = {"cp_comm_type": layout["cp_comm_type"]}
-        return cls({name: layout[name] for name in layout if name not in options}, options, str(error))
+        return cls(sizes_of(layout), {"cp_comm_type": layout["cp_comm_type"]}, str(error))
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as JSON values."""

@@ -276,7 +276,7 @@ def main() -> None:
 
 
 def _answer_of(error: Exception) -> Task:
-    """Return what `read` raises the error of."""
+    """Return what `read_plan` raises the error of."""
     from te_models.checkpoints import CheckpointError
 
     if isinstance(error, ConfigError):

@@ -15,7 +15,19 @@ from ..config import ConfigError, ModelConfig
 from ..training.config import TrainConfig
 from .estimate import options_of
 from .guess import Guess, Guesser, Saves
-from .layouts import CHOICES, Change, Estimated, Layout, Refused, changed, layouts_of, recomputations_of, run_of
+from .layouts import (
+    CHOICES,
+    Change,
+    Estimated,
+    Layout,
+    Refused,
+    changed,
+    layouts_of,
+    recomputations_of,
+    run_of,
+    sizes_of,
+    updates_of,
+)
 from .process import model_of
 from .result import Hardware, Plan
 
@@ -90,9 +102,8 @@ class Search:
             except ConfigError as error:
                 self.refused.append(Refused.of(its, error))
                 continue
-            for update in islice(CHOICES[0](run, self.model), 2):
-                for each in changed(run, [update]):
-                    self._try_all(candidate, each, recomputations_of(run, self.model))
+            for each in changed(run, islice(updates_of(run, self.model), 2)):
+                self._try_all(candidate, each, recomputations_of(run, self.model))
             found.append(candidate)
         return found
 
@@ -151,8 +162,7 @@ class Search:
 
     def _estimate(self, candidate: _Candidate) -> Estimated:
         best = self._best(candidate)
-        sizes = Refused.of(candidate.its, "").sizes
-        return Estimated(sizes, options_of(best.run), best.guess.step_s, best.guess.mfu)
+        return Estimated(sizes_of(candidate.its), options_of(best.run), best.guess.step_s, best.guess.mfu)
 
 
 def _usual(saves: Saves) -> float:

@@ -157,8 +157,8 @@ def _of_a_stage(config: TrainConfig, layout: RankLayout) -> str:
     shards = (dims.data_parallel_replicate_size, dims.data_parallel_shard_size) if dims.is_sharded else ()
     precision = config.precision
     by_number = precision.overrides or precision.first_layers_bf16 or precision.last_layers_bf16
-    numbers = layout.stages.layers(0) if by_number and layout.stages is not None else ()
-    return json.dumps([values, later, shards, str(numbers)], sort_keys=True)
+    numbers = layout.stages.split if by_number and layout.stages is not None else ()
+    return json.dumps([values, later, shards, numbers], sort_keys=True)
 
 
 def _measure(gpt: GPTModel, config: TrainConfig, layout: RankLayout, known: Known) -> _Measured:

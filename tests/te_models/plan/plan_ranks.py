@@ -2,7 +2,6 @@
 on two ranks, or as the first or second of two that do not exist."""
 
 import contextlib
-import functools
 import json
 import sys
 from dataclasses import asdict
@@ -88,8 +87,7 @@ def main(results: str, fake: bool, layouts: list[str], rank: int = 0) -> None:
     with contextlib.ExitStack() as stack:
         # as a plan supposes: equally many tokens for each expert, and products that cast no operand
         stack.enter_context(mock.patch("te_models.model.moe.layer.router_topk", balanced_topk))
-        in_bf16 = functools.partial(using_cpu_gemm, "bf16")
-        stack.enter_context(mock.patch("te_models.plan.micro_batch.using_cpu_gemm", lambda _: in_bf16()))
+        stack.enter_context(mock.patch("te_models.plan.micro_batch.using_cpu_gemm", lambda _: using_cpu_gemm("bf16")))
         if fake:
             stack.enter_context(fake_ranks(2, rank))
         else:
