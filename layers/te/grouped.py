@@ -37,7 +37,7 @@ def group_quantize(
     """
     x = tensor.detach()
     quantizer = cast("Any", quantizer).copy()
-    usages: list[str] = [usage for usage, wanted in quantizer.get_usages().items() if wanted]
+    usages: list[str] = [usage for usage, wanted in cast("Any", quantizer).get_usages().items() if wanted]
     if last_dims is not None:
         return _of_shapes(x, quantizer, num_tensors, first_dims, last_dims, key)
     x = x.reshape(-1, x.shape[-1])
