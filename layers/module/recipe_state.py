@@ -121,10 +121,11 @@ class RecipeStateModule(nn.Module):
             fp8_statistics=scale.new_zeros(slots, 2, len(STATISTICS)),
             fp8_grad_statistics=scale.new_zeros(slots, len(STATISTICS)),
             fp8_rng_state=scale.new_tensor((seed * STREAMS, 0), dtype=torch.int64),
-            _ordinal=register_layer(self),
             _seed=seed,
             _stream_prepared=False,
         )
+        # last: regions of other threads look from now on at what it is made of
+        vars(self)["_ordinal"] = register_layer(self)
         self.register_load_state_dict_pre_hook(leave_extra_state)
 
     @property

@@ -80,9 +80,9 @@ class Quantizer(NumberFormat, ValueObject):
         """Return the dtype of a part; None where it is the quantized tensor's dtype."""
         raise NotImplementedError
 
-    @derived
     def largest(self) -> float:
-        """The largest number of `data`, beyond which values are clamped."""
+        """Return the largest number of `data`, beyond which values are clamped."""
+        # no attribute: the compiler takes a float for a variable as soon as a second quantizer has another
         return float("inf")
 
     # --- what a format may refine: what a kernel does in one step, and what is special --------------------------------
@@ -243,7 +243,7 @@ class Quantizer(NumberFormat, ValueObject):
         block = self.SCHEMA.scale_block or self.block
         if block is not None and block[1] == WHOLE_ROW:
             block = (block[0], max(1, x.shape[-1]))
-        return q.block_statistics(x, values, self.scales(fields), block, self.largest, count)
+        return q.block_statistics(x, values, self.scales(fields), block, self.largest(), count)
 
     def rows_statistics(self, x: Tensor, rows: GroupOffsets, key: Tensor | None = None) -> dict[str, Tensor]:
         """Return `statistics` of rows sorted by group, x: [T, C], every group quantized by itself."""

@@ -38,7 +38,6 @@ class FP8Quantizer(Quantizer):
     def part_dtype(self, part: str) -> torch.dtype | None:
         return self.fp8_dtype if part == "data" else torch.float32
 
-    @derived
     def largest(self) -> float:
         return q.FP8_MAX[self.fp8_dtype]
 

@@ -73,7 +73,6 @@ class IntQuantizer(Quantizer):
     def part_dtype(self, part: str) -> torch.dtype | None:
         return self.scale_dtype if part == "scale_inv" else torch.uint8
 
-    @derived
     def largest(self) -> float:
         return 2.0 ** (self.BITS - 1)
 

@@ -118,7 +118,6 @@ class NVFP4Quantizer(Quantizer):
     def needs_key(self) -> bool:
         return self.stochastic_rounding
 
-    @derived
     def largest(self) -> float:
         return 6.0
 

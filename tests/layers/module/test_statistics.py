@@ -144,6 +144,22 @@ def test_noting_now_and_then_costs_one_graph() -> None:
     assert te.quantization_statistics(layer)["input"]["amax"] == 4.0
 
 
+def test_formats_in_turn_are_noted_in_graphs() -> None:
+    """Each format has another largest number: a constant of its graph."""
+    layer, x = nn.Sequential(te.Linear(32, 32), te.Linear(32, 32)), torch.randn(4, 32)
+    run = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    found = []
+    for forward in (layer, run):
+        for recipe in (
+            te.NVFP4BlockScaling(disable_rht=True, disable_stochastic_rounding=True),
+            te.MXFP8BlockScaling(),
+        ):
+            with te.autocast(recipe=recipe), te.collect_statistics():
+                forward(x)
+            found.append(te.quantization_statistics(layer))
+    assert found[:2] == found[2:] and found[0] != found[1]
+
+
 def test_evaluation_leaves_no_trace() -> None:
     layer = te.LayerNormMLP(32, 48, activation="swiglu").train()
     with te.autocast(recipe=te.recipe("mxfp8")), te.collect_statistics():

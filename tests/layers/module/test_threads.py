@@ -13,9 +13,10 @@ from torch import Tensor, nn
 
 import te_models.layers as te
 from te_models.kernels.compiling import compiling
+from te_models.layers.module import recipe_state
 from te_models.layers.recipe.activation_checkpoint import checkpointed
 from te_models.layers.recipe.context import state
-from te_models.layers.recipe.recipe_use import live_modules
+from te_models.layers.recipe.recipe_use import live_modules, register_layer
 from tests.compare import refused
 from tests.layers.matrix_recipes import fresh, graphs
 
@@ -411,6 +412,24 @@ def test_models_are_built_while_regions_end() -> None:
                 assert isinstance(live_modules(), list)
 
     in_threads(build, enter, build, enter)
+
+
+@pytest.mark.parametrize(
+    "build", [lambda: te.Linear(8, 8), lambda: copy.deepcopy(te.Linear(8, 8))], ids=["new", "copied"]
+)
+def test_a_layer_is_live_when_it_has_its_state(build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A region of another thread may end as soon as a layer is among the live ones."""
+    met = []
+
+    def register(layer: Any) -> int:
+        ordinal = register_layer(layer)
+        with te.autocast(recipe=BY_NAME):
+            met.append(layer in live_modules())
+        return ordinal
+
+    monkeypatch.setattr(recipe_state, "register_layer", register)
+    build()
+    assert met and all(met)
 
 
 def test_copies_for_data_parallel() -> None:

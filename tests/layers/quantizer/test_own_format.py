@@ -42,7 +42,6 @@ class SixBitQuantizer(Quantizer):
     def block(self) -> tuple[int, int]:
         return (1, BLOCK)
 
-    @derived
     def largest(self) -> float:
         return LARGEST
 
