@@ -24,6 +24,7 @@ from te_models.layers.module.linear import Linear
 from te_models.layers.module.norm import LayerNorm, RMSNorm
 from te_models.layers.module.options import ParameterOptions, PrecedingNormOptions
 from te_models.layers.module.recipe_state import real_default_device
+from te_models.layers.tensor.quantized_tensor import QuantizedTensor
 
 from ..config import AttentionConfig, ConfigError, ModelConfig, NormConfig
 from ..layouts import ExpertDispatch, ExpertLayout, Facts, check_layout_rules
@@ -222,12 +223,18 @@ def give_memory(model: nn.Module, device: torch.device) -> None:
     def memory(tensor: Tensor) -> Tensor:
         if type(tensor) not in (Tensor, nn.Parameter):
             return torch.empty_like(tensor, device=device)
-        empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
-        if device.type == "cpu":
-            ask_for_large_pages(empty.data_ptr(), empty.nbytes)
-        return empty
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
 
     model._apply(memory)
+
+
+def give_large_pages(model: nn.Module) -> None:
+    """Have parameters on a CPU that are about to be filled lie in large pages, where the system has them."""
+    parts: list[Tensor] = []
+    for parameter in model.parameters():
+        fields = parameter.fields.values() if isinstance(parameter, QuantizedTensor) else (parameter,)
+        parts += [part for part in fields if part is not None and part.is_cpu]
+    ask_for_large_pages((part.data_ptr(), part.nbytes) for part in parts)
 
 
 def init_method(config: ModelConfig) -> Normal:

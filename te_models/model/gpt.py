@@ -28,7 +28,7 @@ from te_models.layers.distributed.context_parallel import ContextShard, own_posi
 from te_models.layers.tensor.fsdp import sharded
 
 from ..config import ModelConfig
-from .build import Build, ExpertDispatch, ExpertLayout, check_supported, give_memory, real_device
+from .build import Build, ExpertDispatch, ExpertLayout, check_supported, give_large_pages, give_memory, real_device
 from .cache import Memory
 from .decoder import Decoder
 from .embedding import Embedding, check_masks, input_size, of_tokens, resize_words
@@ -434,6 +434,7 @@ class GPTModel(SharedModel):
                     owner, _, key = name.rpartition(".")
                     parameter: Any = nn.Parameter(value)  # still quantized
                     setattr(model.get_submodule(owner), key, parameter.keep_attributes(model.get_parameter(name)))
+            give_large_pages(model)
             checkpoint.load_into(dict(model.stored_tensors()), place=shard_place(model))
             model.origin = provenance_source(checkpoint, () if dequantize else None)
         model.pretrained_folder = checkpoint.path
