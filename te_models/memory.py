@@ -13,7 +13,7 @@ up to 64 MiB.
 
 Weights that are read from files get large pages, where the system has them. The processor takes a fault for every page
 of 4 KiB that a read touches first: a third of the time of a read from the page cache. And a decoded token reads every
-weight once: from pages of 4 KiB the products of a token of SmolLM2-135M took 27.4 ms, from large ones 20.6, which is as
+weight once: from pages of 4 KiB the products of a token of SmolLM2-135M took 27.4 ms, and 20.6 from large ones, as
 long as torch needs to add up as many bytes. A virtual machine that returns free memory to its host pays for large pages
 when it first touches them: there the first load took 0.3 s longer.
 
