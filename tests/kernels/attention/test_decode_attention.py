@@ -11,6 +11,7 @@ from te_models import GPTModel, generate
 from te_models.kernels.decode_attention import attend_one, op, uses_decode_attention
 from te_models.layers.attention import core
 from tests.build import tiny
+from tests.kernels.fewer_instructions import compiled_quickly
 from tests.kernels.gemm.test_few_rows import BF16, F32, INSTRUCTIONS
 
 pytestmark = pytest.mark.skipif(not torch.cpu._is_avx2_supported(), reason="the kernel is for x86 CPUs with AVX2")
@@ -28,7 +29,7 @@ def instructions(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     """The library of this CPU's widest vectors, and that of AVX2's."""
     if request.param == "avx2":
         function = op._function
-        monkeypatch.setattr(op, "_function", lambda dtype: function(dtype, True))
+        monkeypatch.setattr(op, "_function", lambda dtype: compiled_quickly(function, dtype, True))
 
 
 def inputs(shape: tuple[int, ...], dtype: torch.dtype, magnitude: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:

@@ -17,6 +17,7 @@ from te_models.kernels.packed_attention import packed_attention, sees_own_docume
 from te_models.kernels.quantize.cpu import rounding as shared
 from te_models.layers import DotProductAttention
 from te_models.layers.attention import core, dot_product_attention
+from tests.kernels.fewer_instructions import compiled_quickly
 from tests.kernels.gemm.test_few_rows import BF16, F32, INSTRUCTIONS
 from tests.patches import without_compiler
 
@@ -35,9 +36,15 @@ SHAPES = [
 @pytest.fixture(params=(*INSTRUCTIONS, "floats"))
 def instructions(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The library of this CPU's widest vectors, that of AVX2's, and that of a CPU that multiplies in float32."""
-    if request.param == "avx2":
+    if request.param != INSTRUCTIONS[0]:
         function = library._function
-        monkeypatch.setattr(library, "_function", lambda name, dtype, floats: function(name, dtype, floats, True))
+
+        def fewer(name: str, dtype: torch.dtype, floats: bool) -> Any:
+            if request.param == "floats" and (not floats or not torch.cpu._is_avx512_bf16_supported()):
+                return function(name, dtype, floats)  # this processor's own
+            return compiled_quickly(function, name, dtype, floats, request.param == "avx2")
+
+        monkeypatch.setattr(library, "_function", fewer)
     with using_cpu_gemm("float32" if request.param == "floats" else "bf16"):
         yield request.param
 

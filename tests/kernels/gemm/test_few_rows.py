@@ -15,6 +15,7 @@ from te_models.layers.quantizer import Quantizer
 from te_models.layers.quantizer.blockwise import Float8BlockQuantizer, MXFP8Quantizer
 from te_models.layers.quantizer.fp8 import Float8CurrentScalingQuantizer
 from te_models.layers.quantizer.nvfp4 import NVFP4Quantizer
+from tests.kernels.fewer_instructions import compiled_quickly
 from tests.patches import without_compiler
 
 pytestmark = pytest.mark.skipif(not torch.cpu._is_avx2_supported(), reason="the kernel is for x86 CPUs with AVX2")
@@ -41,7 +42,7 @@ def instructions(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     """The library of this CPU's widest vectors, the same without tables of bytes, and that of AVX2's."""
     if request.param != "widest":
         function, without = library._function, {"decoded": "LOOKUP", "avx2": "WIDE"}[request.param]
-        monkeypatch.setattr(library, "_function", lambda format, dtype: function(format, dtype, without))
+        monkeypatch.setattr(library, "_function", lambda *which: compiled_quickly(function, *which, without))
 
 
 SHAPES = ((256, 512), (515, 336), (301, 1120))  # of weights: the last two end within a block and within four rows
@@ -145,7 +146,9 @@ def test_subnormal_bytes_are_read_where_subnormal_numbers_are_taken_for_zero(ins
     assert found == wanted and 0 not in found[1:]
 
 
-def test_every_scale_is_decoded(instructions: None) -> None:
+@pytest.mark.sentinels("widest-dtype0", "widest-dtype1", f"{STORED[1 % len(STORED)]}-dtype0", f"{STORED[-1]}-dtype0")
+@pytest.mark.parametrize("dtype", (BF16, F32))
+def test_every_scale_is_decoded(instructions: None, dtype: torch.dtype) -> None:
     """A row for each scale byte of MXFP8 and of NVFP4."""
     byte = torch.arange(256, dtype=torch.uint8)[:, None]
     mxfp8 = ScaledOperand(torch.full((256, 256), 0.75).to(E4M3), byte.repeat(1, 8), "e8m0", (1, 32))
@@ -153,14 +156,15 @@ def test_every_scale_is_decoded(instructions: None) -> None:
     for amax in (3.0, 0.0, 1e-37):
         nvfp4 = ScaledOperand(codes, byte.repeat(1, 16).view(E4M3), "nvfp4", (1, 16), torch.tensor(amax))
         for operand in (mxfp8, nvfp4):
-            for dtype in (BF16, F32):
-                x = torch.zeros(1, 256, dtype=dtype)
-                x[0, 7] = 1
-                found, wanted = few_rows.stored_weight_linear(x, operand)[0], dequantized_weight(operand, dtype)[:, 7]
-                assert torch.equal(found.nan_to_num(7), wanted.nan_to_num(7))
+            x = torch.zeros(1, 256, dtype=dtype)
+            x[0, 7] = 1
+            found, wanted = few_rows.stored_weight_linear(x, operand)[0], dequantized_weight(operand, dtype)[:, 7]
+            assert torch.equal(found.nan_to_num(7), wanted.nan_to_num(7))
 
 
-@pytest.mark.matrix
+@pytest.mark.sentinels(
+    *(f"widest-{format}" for format in FORMATS), f"{STORED[1 % len(STORED)]}-mxfp8", f"{STORED[-1]}-mxfp8"
+)
 @pytest.mark.parametrize("format", FORMATS)
 def test_a_row_does_not_depend_on_the_others(instructions: None, format: str) -> None:
     operand, _ = stored(format, (515, 336))

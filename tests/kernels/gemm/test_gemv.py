@@ -14,6 +14,7 @@ from te_models.kernels.grouped_gemm.reference import multiply
 from te_models.kernels.quantize.cpu import rounding as shared
 from te_models.layers import GroupedLinear, Linear
 from tests.build import tiny
+from tests.kernels.fewer_instructions import compiled_quickly
 from tests.kernels.gemm.test_few_rows import BF16, F32, INSTRUCTIONS, assert_within_bound, rows
 from tests.patches import without_compiler
 
@@ -26,7 +27,9 @@ def instructions(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     """The library of this CPU's widest vectors, and that of AVX2's."""
     if request.param == "avx2":
         function = gemv._function
-        monkeypatch.setattr(gemv, "_function", lambda dtype, name="te_rows": function(dtype, name, True))
+        monkeypatch.setattr(
+            gemv, "_function", lambda dtype, name="te_rows": compiled_quickly(function, dtype, name, True)
+        )
 
 
 def weight_of(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -12,6 +12,7 @@ from te_models.kernels.gemm.few_rows import IntegerOperand, library
 from te_models.layers import GroupedLinear, Linear
 from te_models.layers.quantizer import Int4Quantizer, Int8Quantizer
 from te_models.layers.quantizer.integer import IntQuantizer
+from tests.kernels.fewer_instructions import compiled_quickly
 from tests.kernels.gemm.test_few_rows import BF16, F32, INSTRUCTIONS, assert_within_bound, rows
 
 pytestmark = pytest.mark.skipif(not torch.cpu._is_avx2_supported(), reason="the kernel is for x86 CPUs with AVX2")
@@ -32,7 +33,9 @@ def instructions(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     if request.param != "widest":
         function = library._function
         monkeypatch.setattr(
-            library, "_function", lambda format, dtype, name="te_few_rows": function(format, dtype, "WIDE", name)
+            library,
+            "_function",
+            lambda format, dtype, name="te_few_rows": compiled_quickly(function, format, dtype, "WIDE", name),
         )
 
 
@@ -82,18 +85,23 @@ def test_each_weight_is_exactly_its_dequantized_value(
             assert not found[~finite].isfinite().all(1).any()
 
 
-def test_every_code_has_its_value(instructions: None) -> None:
-    """All codes by all zero points, of four bits and of eight."""
-    for bits, codes in ((4, 16), (8, 256)):
-        data = torch.arange(codes, dtype=torch.uint8).repeat(256, 256 // codes)
-        zero = (torch.arange(256) % codes).to(torch.uint8)[:, None]
-        packed = data[:, ::2] | (data[:, 1::2] << 4) if bits == 4 else data
-        operand = IntegerOperand(packed, torch.full((256, 1), 0.7), zero, 256, bits, 256)
-        for dtype in (BF16, F32):
-            expected = ((data.float() - zero.float()) * 0.7).to(dtype)
-            parts = torch.eye(256, dtype=dtype).split(16)
-            found = torch.cat([few_rows.stored_weight_linear(part, operand) for part in parts])
-            assert torch.equal(found.t(), expected)
+@pytest.mark.sentinels(
+    *(f"widest-{bits}-dtype{i}" for bits in (4, 8) for i in (0, 1)),
+    *(f"{INSTRUCTIONS[-1]}-{bits}-dtype0" for bits in (4, 8)),
+)
+@pytest.mark.parametrize("dtype", (BF16, F32))
+@pytest.mark.parametrize("bits", (4, 8))
+def test_every_code_has_its_value(instructions: None, bits: int, dtype: torch.dtype) -> None:
+    """All codes by all zero points."""
+    codes = 2**bits
+    data = torch.arange(codes, dtype=torch.uint8).repeat(256, 256 // codes)
+    zero = (torch.arange(256) % codes).to(torch.uint8)[:, None]
+    packed = data[:, ::2] | (data[:, 1::2] << 4) if bits == 4 else data
+    operand = IntegerOperand(packed, torch.full((256, 1), 0.7), zero, 256, bits, 256)
+    expected = ((data.float() - zero.float()) * 0.7).to(dtype)
+    parts = torch.eye(256, dtype=dtype).split(16)
+    found = torch.cat([few_rows.stored_weight_linear(part, operand) for part in parts])
+    assert torch.equal(found.t(), expected)
 
 
 def test_layers_multiply_by_the_stored_weight() -> None:
