@@ -10,6 +10,7 @@ from .xglm import ScaledEmbedding
 class UnpaddedEmbedding(ScaledEmbedding):
     """... and no position is a zero vector."""
 
+    hidden = ("hidden_size",)
     zero_pad = False
 
 

@@ -15,6 +15,8 @@ class ScaledEmbedding(OwnEntry):
     """`scale_embedding`: embeddings times the root of the hidden size, or not."""
 
     names = ("scale_embedding",)
+    hidden = ("d_model", "hidden_size")
+    """Names of the hidden size; the first that is there counts."""
     zero_pad = True
     """Whether the position of number `pad_token_id` is a zero vector in transformers' class; no token has that position
     if the number is at most 1."""
@@ -23,7 +25,7 @@ class ScaledEmbedding(OwnEntry):
         pad = hf.get("pad_token_id", 1)
         if self.zero_pad and isinstance(pad, int) and pad not in (0, 1):
             raise CheckpointError(f"config.json has pad_token_id = {pad}; supported: 0, 1 or null")
-        hidden = read_typed(hf, "d_model" if "d_model" in hf else "hidden_size", int, 1024)
+        hidden = read_typed(hf, next((name for name in self.hidden if name in hf), self.hidden[-1]), int, 1024)
         return {"embedding.multiplier": math.sqrt(hidden)} if read_typed(hf, "scale_embedding", bool, True) else {}
 
     def write(self, config: ModelConfig) -> Values:

@@ -11,7 +11,7 @@ from te_models.layers import GroupedTensor, QuantizedTensor
 from ..formats.numbers import check_scale_values
 from ..io.errors import CheckpointError, shorten
 from ..io.store import Store
-from ..mapping.param_shapes import ExpertLayout, expected_tensors
+from ..mapping.param_shapes import ExpertLayout, expected_tensors, is_expert_stack
 from ..mapping.parameters import StoredParameters
 from ..mapping.quantized_format import SUFFIXES
 from ..mapping.rank_shards import WHOLE, ShardPlace, parts
@@ -74,6 +74,9 @@ class ParameterLoad:
             if self._place != WHOLE:  # a whole model's parameters have been checked before anything was filled
                 _check_scales(name, value)
             param.copy_(value if isinstance(param, QuantizedTensor) else value.dequantize(param.dtype))
+        elif isinstance(param, GroupedTensor) and not is_expert_stack(name):  # whose members no layout names
+            for member, values in zip(param.members(), stored.entry(name, part.cuts()), strict=True):
+                member.copy_(values)
         elif isinstance(param, GroupedTensor):
             first = 0 if part.experts is None else part.experts[0]
             for g, member in enumerate(param.members(), first):

@@ -37,6 +37,15 @@ def _pairs(config: ModelConfig, family: Family) -> list[tuple[str, str]]:
     return [pair for names in (family.names, *family.other_names) for pair in names.copies(config)]
 
 
+def shared_copies(config: ModelConfig, family: Family) -> dict[str, str]:
+    """Return copy -> original for the tensors of blocks that layers share, in each further layer that uses one."""
+    return {
+        copy: original
+        for names in (family.names, *family.other_names)
+        for copy, original in names.shared_copies(config)
+    }
+
+
 def check_tied_copies(store: FileStore, copies: Mapping[str, str]) -> None:
     """Raise CheckpointError unless every copy equals its original bit for bit."""
     for copy, original in copies.items():

@@ -1,5 +1,7 @@
 """Adapters for transformers' model of a family, as peft reads them."""
 
+from collections.abc import Iterable
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -7,13 +9,17 @@ import torch
 from torch import Tensor, nn
 
 from te_models.checkpoints import AutoConverter
+from te_models.checkpoints.families import Family
 from te_models.checkpoints.families.base.text_part import text_family
 from te_models.checkpoints.folder.hf_config import choose_family
+from te_models.checkpoints.folder.tied_weights import shared_copies
 from te_models.checkpoints.mapping.tensor_map import Namespace, compose, identity_namespace
 from te_models.layers import QuantizedTensor
 
+from ..config import ModelConfig
 from ..extras import require
 from ..model import GPTModel
+from ..model.pretrained.in_memory import transformers_config
 from .adapter import Adapter, magnitude_name
 from .factors import (
     Factors,
@@ -33,6 +39,14 @@ from .peft_folders import rank_fields
 _EXPERT_PROJECTIONS = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 """Names that experts had in earlier releases of transformers: peft 0.21 takes these targets for fused experts."""
 
+_WITHOUT_ADAPTERS = {
+    **dict.fromkeys(("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h"), "*.out_proj"),
+    "laguna": "*.shared_expert*.*",
+    "dbrx": "*.experts.mlp",
+}
+"""Modules of a model type that peft 0.21 adapts in no form that we write: the first ones' fast kernels read the weight
+past an adapter, so that peft refuses them; laguna's it does not find again; dbrx's hold all experts as one matrix."""
+
 
 @torch.no_grad()
 def export_adapter(model: GPTModel, folder: str | Path, *, base_model: str = "", family: str | None = None) -> None:
@@ -45,14 +59,15 @@ def export_adapter(model: GPTModel, folder: str | Path, *, base_model: str = "",
     base_model: the Hugging Face folder or hub id of that model, for the file. family: None means the one that the model
     came from, or the first that can express it. Needs the extra `hf`. Raises ValueError for a model without adapters,
     for one of which this rank has a part, and for adapters that peft cannot put over that model: DoRA of experts that
-    are one parameter there.
+    are one parameter there, and `out_proj` of Mamba's layers in the families whose kernels read its weight.
     """
     transformers: Any = require("transformers", "hf", feature="export_adapter")
     config = adapter_config(model, base_model)
     chosen = text_family(choose_family(model.config, model.origin, family), model.config)
+    check_over_peft((name for name, _ in adapters_of(model)), model.config, chosen)
     values = AutoConverter(model.config, chosen, model.origin).hf_config(dict(model.stored_tensors()))
     with torch.device("meta"):
-        theirs = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**values))
+        theirs = transformers.AutoModelForCausalLM.from_config(transformers_config(values))
     _, namespace = chosen.best_form(model.config, theirs.state_dict())
     modules = dict(theirs.named_modules())
     sources = {f"{name}.weight": _factors_of(adapter) for name, adapter in adapters_of(model)}
@@ -67,21 +82,37 @@ def export_adapter(model: GPTModel, folder: str | Path, *, base_model: str = "",
                 shape = (*shape[:-2], shape[-1], shape[-2])
             factors = moved_adapter(moves, sources, shape, shared)
             if factors is not None:
-                found[stored] = factors
+                said = bool(getattr(modules[stored.rpartition(".")[0]], "is_transposed", False))
+                other = len(shape) == 3 and is_transposed(own[0]) != said  # peft reads stacks as the module says
+                found[stored] = factors.transposed() if other else factors
                 config["fan_in_fan_out"] |= is_transposed(own[0]) and len(shape) == 2
-    tensors, targets = _of_peft(found, modules, config)
+    copies = shared_copies(model.config, chosen)
+    found |= {copy: found[original] for copy, original in copies.items() if original in found}
     fused = any(p.dim() == 3 for name, p in theirs.named_parameters() if ".experts." in name)
-    mistaken = [name for name in targets["target_modules"] if name.rpartition(".")[2] in _EXPERT_PROJECTIONS]
-    if fused and mistaken:
-        raise ValueError(
-            f"{mistaken[0]} has a name which peft reads as a part of the experts, which are one parameter here; "
-            "allowed: targets without the MLPs and shared experts of a mixture"
-        )
+    tensors, targets = _of_peft(found, modules, config, fused=fused)
     if model.replaced_parameters:
         whole = _replaced(model, namespace, [*targets["target_modules"]])
+        whole |= {copy: whole[original].clone() for copy, original in copies.items() if original in whole}
         tensors |= whole
         targets["modules_to_save"] = sorted({name.rpartition(".")[0] for name in whole})
     write_adapter(Path(folder), tensors, config | {key: value for key, value in targets.items() if value})
+
+
+def check_over_peft(layers: Iterable[str], config: ModelConfig, family: Family) -> None:
+    """Raise ValueError for layers with adapters over which peft puts none in transformers' model of the family.
+    layers: names in the whole model."""
+    without = _WITHOUT_ADAPTERS.get(family.model_type)
+    if without is None:
+        return
+    adapted = {f"{name}.weight" for name in layers}
+    for link in family.namespace(config).links:
+        module = link.stored.rpartition(".")[0]
+        if link.name in adapted and fnmatchcase(module, without):
+            own = link.name.rpartition(".")[0]
+            raise ValueError(
+                f"{own} is {module} in transformers' model, and peft has no adapters of {without} in models of the "
+                f"type {family.model_type!r}; allowed: targets without *.{own.split('.', 3)[-1]}, or the merged model"
+            )
 
 
 def _factors_of(adapter: Adapter) -> Factors:
@@ -90,20 +121,25 @@ def _factors_of(adapter: Adapter) -> Factors:
     return Factors(a, b, adapter.scaling, lengths)
 
 
-def _is_module(module: nn.Module) -> bool:
-    """Whether peft adapts a module of transformers as a whole; of others it adapts parameters."""
-    return isinstance(module, (nn.Linear, nn.Embedding)) or type(module).__name__ == "Conv1D"
-
-
 def _of_peft(
-    found: dict[str, Factors], modules: dict[str, Any], config: dict[str, Any]
+    found: dict[str, Factors], modules: dict[str, Any], config: dict[str, Any], *, fused: bool
 ) -> tuple[dict[str, Tensor], dict[str, list[str]]]:
-    """Return the tensors of a folder and its targets; complete the configuration's numbers."""
+    """Return the tensors of a folder and its targets; complete the configuration's numbers. fused: whether experts are
+    one parameter; then peft takes a module by the name of a part of them for that part, and adapts its weight as a
+    parameter. So are those adapted that multiply in groups."""
+
+    def is_module(name: str) -> bool:
+        module = modules[name]
+        if isinstance(module, nn.Linear):
+            grouped = hasattr(module, "n_groups")
+            return not grouped and not (fused and name.rpartition(".")[2] in _EXPERT_PROJECTIONS)
+        return isinstance(module, nn.Embedding) or type(module).__name__ == "Conv1D"
+
     tensors: dict[str, Tensor] = {}
     targets: dict[str, list[str]] = {"target_modules": [], "target_parameters": []}
     for stored, its in found.items():
         module, _, parameter = stored.rpartition(".")
-        if _is_module(modules[module]):
+        if is_module(module):
             targets["target_modules"].append(module)
             parts = {"lora_A.weight": its.a, "lora_B.weight": its.b}
             if isinstance(modules[module], nn.Embedding):
@@ -114,9 +150,12 @@ def _of_peft(
                 parts["lora_magnitude_vector"] = its.lengths
         else:
             if its.lengths is not None:
+                kind = (
+                    "one parameter of all experts" if its.a.dim() == 3 else "what peft takes for a part of the experts"
+                )
                 raise ValueError(
-                    f"{stored} is one parameter of all experts, for which peft has no DoRA; allowed: targets without "
-                    "experts, or LoRA"
+                    f"{stored} is {kind}, for which peft has no DoRA; allowed: targets without experts and MLPs beside "
+                    "them, or LoRA"
                 )
             targets["target_parameters"].append(stored)
             config["lora_dropout"] = 0.0  # peft drops nothing of the input of a parameter
@@ -129,7 +168,7 @@ def _of_peft(
     ranks = {}
     for stored, its in found.items():
         module = stored.rpartition(".")[0]
-        ranks[module if _is_module(modules[module]) else stored] = its.rank, its.alpha
+        ranks[module if is_module(module) else stored] = its.rank, its.alpha
     config |= rank_fields(ranks)
     return tensors, targets
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -46,6 +46,10 @@ class Factors:
     def alpha(self) -> float:
         """What, divided by the rank, is the scaling."""
         return self.scaling * self.rank
+
+    def transposed(self) -> Factors:
+        """Return the adapter of the transposed weights."""
+        return replace(self, a=self.b.transpose(-2, -1), b=self.a.transpose(-2, -1))
 
     def product(self) -> Tensor:
         """Return what the adapter adds to its weight."""

@@ -11,7 +11,7 @@ import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +97,25 @@ class PeftFolder:
             found[names[len(names) - 1 - depth]] = module, depth
         return found
 
+    def without_copies(self, copies: Mapping[str, str]) -> PeftFolder:
+        """Return the folder without what it says of copies, copy -> original, of weights that layers share. Raises
+        CheckpointError where it does not say the same of an original and all its copies."""
+        modules, values = dict(self.modules), dict(self.values)
+        for copy, original in copies.items():
+            module, first = copy.rpartition(".")[0], original.rpartition(".")[0]
+            depths = [depth for name, depth in self.modules if name in (module, first)]
+            said = [[self.modules.get((name, depth), {}) for depth in depths] for name in (module, first)]
+            whole = [self.values.get(name) for name in (copy, original)]
+            if not all(map(_same, *said)) or not _same(*({} if t is None else {"": t} for t in whole)):
+                raise CheckpointError(
+                    f"{self.path / WEIGHTS} changes {first} and {module} in different ways, and they share "
+                    "weights here; allowed: the same adapter for both"
+                )
+            values.pop(copy, None)
+            for depth in depths:
+                modules.pop((module, depth), None)
+        return replace(self, modules=modules, values=values)
+
     def _is_parameter(self, weight: str) -> bool:
         """Whether peft adapts a weight as a parameter of its module."""
         targets = self.config.get("target_parameters") or ()
@@ -179,6 +198,10 @@ def _check(config: Mapping[str, Any], path: Path) -> None:
     for field in ("r", "lora_alpha"):
         if not isinstance(config.get(field, 8), (int, float)) or not config.get(field, 8) > 0:
             raise CheckpointError(f"{path} has {field} {config[field]!r}; allowed: a positive number")
+
+
+def _same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
 def rank_fields(ranks: Mapping[str, tuple[int, float]]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from torch import Tensor
 from te_models.checkpoints import CheckpointError
 from te_models.checkpoints.families.base.text_part import text_family
 from te_models.checkpoints.folder.hf_config import choose_family
+from te_models.checkpoints.folder.tied_weights import shared_copies
 from te_models.checkpoints.io.errors import shorten
 from te_models.checkpoints.mapping.tensor_map import Namespace, Piece, compose, identity_namespace
 
@@ -50,6 +51,7 @@ def _namespace(model: GPTModel, folder: PeftFolder) -> tuple[Namespace, dict[str
     """Return how the family stores the model in the form whose names the folder has, and where each adapted weight's
     factors are."""
     family = text_family(choose_family(model.config, model.origin, None), model.config)
+    folder = folder.without_copies(shared_copies(model.config, family))
     why: CheckpointError | None = None
     for form in family.forms:
         namespace = family.namespace(model.config, form)

@@ -8,12 +8,14 @@ from pathlib import Path
 import torch
 
 from te_models.checkpoints import CheckpointError, expected_tensors, open_checkpoint
-from te_models.checkpoints.folder.hf_config import find_family
+from te_models.checkpoints.families.base.text_part import text_family
+from te_models.checkpoints.folder.hf_config import choose_family
 
 from ..compile import async_tensor_parallel
 from ..config import ConfigError, ModelConfig
 from ..extras import require
 from ..layouts import Facts, check_layout_rules
+from ..lora.export import check_over_peft
 from ..model import recompute
 from ..model.parallel import check_deepep_device
 from ..parallel.dims import ParallelDims
@@ -27,12 +29,13 @@ from .data.documents import matching_files
 from .data.encoder import load_encoder
 from .data.errors import DataError
 from .log.writers import check_writers
+from .lora import ADAPTER_HF
 from .optimizer.qk_clip import check_qk_clip
 from .posttraining.distillation import check_teacher
 from .precision import RecipeSchedule
 from .ranks.layout import stages_of_model
 from .run_data import open_data, training_windows, validation_windows
-from .trained import check_globs, is_frozen
+from .trained import adapted_layers, check_globs, is_frozen
 
 FINAL, FINAL_EMA = "final", "final-ema"
 """Where in a run's folder the trained model is, and its average."""
@@ -118,7 +121,8 @@ def check_output(folder: Path) -> None:
 def _read_model(
     config: TrainConfig, start: TrainingState | None, checkpoint: Path | None
 ) -> tuple[ModelConfig, list[str]]:
-    """Return the configuration of the model, and a note where no Hugging Face family can store it."""
+    """Return the configuration of the model, and a note where no Hugging Face family can store it, or peft none of the
+    adapters."""
     path = config.model.path if checkpoint is None else checkpoint / MODEL
     source = None
     if start is not None and start.model_config is not None:
@@ -130,11 +134,14 @@ def _read_model(
     else:
         with open_checkpoint(path, mtp=config.model.mtp, verify=config.model.verify) as opened:
             model, source = opened.config, opened.source
-    if source is None or source.family is None:
-        try:
-            find_family(model)
-        except CheckpointError as error:
-            return model, [f"no Hugging Face family stores this model, so it cannot be exported: {error}"]
+    try:
+        family = choose_family(model, source, None)
+    except CheckpointError as error:
+        return model, [f"no Hugging Face family stores this model, so it cannot be exported: {error}"]
+    try:
+        check_over_peft(adapted_layers(config, model), model, text_family(family, model))
+    except ValueError as error:
+        return model, [f"there will be no {ADAPTER_HF}/ for transformers' model: {error}"]
     return model, []
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import te_models.training as training
-from te_models.checkpoints import CheckpointError, expected_tensors
+from te_models.checkpoints import FAMILIES, CheckpointError, expected_tensors
 from te_models.checkpoints.mapping.rank_shards import ShardPlace
 from te_models.config import ConfigError, IndexerConfig, ModelConfig
 from te_models.parallel import ParallelDims
@@ -177,6 +177,19 @@ def test_a_model_that_no_family_stores_is_noted(tmp_path: Path, capsys: pytest.C
             training.train(tiny_run(tmp_path, model=training.ModelSource(config=model)))
         told = capsys.readouterr().err
         assert ("te-models: note: no Hugging Face family stores this model, so it cannot be exported" in told) == noted
+
+
+def test_adapters_that_peft_cannot_have_are_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Before they are trained; targets that leave them out say nothing."""
+    sizes = {"vocab_size": 257, "hidden_size": 32, "num_hidden_layers": 2, "num_heads": 4, "head_dim": 16}
+    model = FAMILIES["mamba2"].read_config({"model_type": "mamba2", "n_groups": 1, **sizes})
+    for targets, noted in ((("all-linear",), True), (("linear_in",), False)):
+        lora = training.LoRAConfig(rank=2, targets=targets)
+        with pytest.raises(AssertionError, match="the run began"):
+            training.train(tiny_run(tmp_path, model=training.ModelSource(config=model), lora=lora))
+        told = capsys.readouterr().err
+        said = "note: there will be no adapter-hf/ for transformers' model: decoder.layers.0.mixer.linear_proj is "
+        assert (said in told) == noted and ("linear_proj" in told) == noted
 
 
 @pytest.mark.parametrize(

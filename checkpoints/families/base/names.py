@@ -232,7 +232,7 @@ class Names:
         embedding, output = f"{self.embedding}.weight", f"{self.output}.weight"
         tied = config.embedding.share_embeddings_and_output_weights
         pairs = [(output, embedding)] if tied else []
-        pairs += self._shared_copies(config)
+        pairs += self.shared_copies(config)
         if (mtp := self.mtp) is None:
             return pairs
         for k in range(config.mtp_num_layers):
@@ -278,7 +278,7 @@ class Names:
         yield f"{ours}fc1_up.weight", At(f"{at}{fc1}.1.weight")
         yield f"{ours}linear_out.weight", At(f"{self.layer.format(i=i)}.{its.output}.weight")
 
-    def _shared_copies(self, config: ModelConfig) -> list[tuple[str, str]]:
+    def shared_copies(self, config: ModelConfig) -> list[tuple[str, str]]:
         """List (name, original) of a block's tensors; files may repeat them in each layer that uses the block."""
         shared, its, pairs = config.shared_blocks, self.shared, []
         if shared is None or its is None:

@@ -53,7 +53,7 @@ def to_hf(gpt: GPTModel, family: str | None, *, dequantize: bool) -> transformer
     tensors = dict(gpt.stored_tensors())
     if not _has_class(chosen.model_type):
         raise CheckpointError(_without_class(gpt, chosen.model_type))
-    config = transformers.AutoConfig.for_model(**_with_numbers(converter.hf_config(tensors)))
+    config = transformers_config(converter.hf_config(tensors))
     dtype = _main_dtype(tensors)  # config.json names a dtype as well, but its files may contradict it
     # transformers' other attention leaves the soft-capping of scores out
     attention = {} if gpt.config.attention.softcap is None else {"attn_implementation": "eager"}
@@ -77,6 +77,13 @@ def to_hf(gpt: GPTModel, family: str | None, *, dequantize: bool) -> transformer
             f"{', '.join((*missing, *result.unexpected_keys))}"
         )
     return model.eval()
+
+
+def transformers_config(values: Mapping[str, Any]) -> transformers.PreTrainedConfig:
+    """Return transformers' configuration of the values of a config.json."""
+    import transformers
+
+    return transformers.AutoConfig.for_model(**_with_numbers(dict(values)))
 
 
 def _with_numbers(value: Any) -> Any:

@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 
 from te_models import GPTModel
 from te_models.checkpoints import FAMILIES, CheckpointError, export_hf, import_hf, quantize, toy
+from te_models.layers import Float8CurrentScaling, QuantizedTensor
 from tests.checkpoints.compressed_cases import COMPRESSED
 from tests.checkpoints.families.test_families import save, tokens
 from tests.checkpoints.family_cases import SIZES, fill, make
@@ -209,6 +210,18 @@ def test_a_part_of_a_folder_with_the_hub_s_scales(tmp_path: Path) -> None:
 
 
 @torch.no_grad()
+@torch.no_grad()
+def test_weights_are_quantized_as_they_are_read(tmp_path: Path) -> None:
+    """Also the stack of groups that is no stack of experts."""
+    import_hf(save(make("deepseek_v4"), tmp_path / "hf"), tmp_path / "ours")
+    plain = dict(GPTModel.from_pretrained(tmp_path / "ours").stored_tensors())
+    model = GPTModel.from_pretrained(tmp_path / "ours", recipe=Float8CurrentScaling())
+    name = "decoder.layers.0.self_attention.linear_o_down.weight"
+    read = dict(model.stored_tensors())[name]
+    assert isinstance(read, QuantizedTensor)
+    assert (read.dequantize() - plain[name]).abs().max() <= 2**-4 * plain[name].abs().max()
+
+
 def test_fp4_experts_that_config_json_does_not_declare(tmp_path: Path) -> None:
     source, _ = quantized_folders(tmp_path, scale="scale", fp4=True, form="published")
     values = json.loads((source / "config.json").read_text())

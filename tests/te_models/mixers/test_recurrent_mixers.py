@@ -154,8 +154,10 @@ def test_compiled_decoding_gives_the_same_text(name: str) -> None:
 @pytest.mark.parametrize("recipe", [None, Float8CurrentScaling, MXFP8BlockScaling, without_chance])
 @every_mixer
 def test_one_graph_forward_and_backward(name: str, recipe: Callable[[], Recipe] | None) -> None:
-    both = model_of(name, num_layers=1, layer_mixers=("attention+recurrent",))
-    model, ids, found = both.train(), token_ids(2, 16), []
+    one: dict[str, Any] = {"num_layers": 1, "layer_mixers": ("attention+recurrent",)}
+    if (shared := hybrid(name).shared_blocks) is not None:
+        one["shared_blocks"] = shared.replace(num_blocks=1, layers=(0,))
+    model, ids, found = model_of(name, **one).train(), token_ids(2, 16), []
     for run in (model, torch.compile(model, fullgraph=True, backend="aot_eager")):
         model.zero_grad()
         with autocast(enabled=recipe is not None, recipe=None if recipe is None else recipe()):
