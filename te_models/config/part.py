@@ -131,7 +131,7 @@ Coercion = Callable[[str, Any], Any]
 @functools.cache
 def _coercions(cls: type[ConfigPart]) -> tuple[tuple[str, str, Coercion], ...]:
     """Return the name of each field, how messages name it, and what its values become."""
-    hints = typing.get_type_hints(cls)  # compiles each annotation again, which takes longer than making a configuration
+    hints = typing.get_type_hints(cls)  # compiles each annotation again: longer than making a part
     return tuple((f.name, f"{cls.__name__}.{f.name}", _coercion(hints[f.name])) for f in dataclasses.fields(cls))
 
 
