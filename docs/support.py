@@ -109,7 +109,7 @@ def main() -> int:
     """Run, record, and return pytest's exit code."""
     parser = argparse.ArgumentParser(description="Run the tests of `make test` here and record the result.")
     parser.add_argument("paths", nargs="*", help="run and record this part only, such as tests/kernels")
-    parser.add_argument("--workers", type=int, default=2, help="processes that run tests (default: 2)")
+    parser.add_argument("--workers", type=int, default=3, help="processes that run tests (default: 3)")
     parser.add_argument(
         "--report",
         action="append",

@@ -31,6 +31,7 @@ from tests.covering import (
     start,
 )
 from tests.default_device import package_default
+from tests.rewriting import rewrite_share
 from tests.transformers_versions import skip_with_older_transformers
 
 # The same inputs in every run, so that a change is what breaks a test; the slow ones search for new inputs.
@@ -40,11 +41,14 @@ settings.load_profile("repeatable")
 HAS_GPU = torch.cuda.is_available()
 if not HAS_GPU:
     os.environ["TRITON_INTERPRET"] = "1"
+    # `torch.manual_seed` would note the stack of each call, for devices that are not there
+    torch.cuda.manual_seed_all = torch.xpu.manual_seed_all = lambda seed: None
 
 
 def pytest_configure(config: pytest.Config) -> None:
     import tests.compiler_costs  # noqa: F401  changes the compiler, with which triton is imported
 
+    rewrite_share(config)
     logging.getLogger().addHandler(logging.NullHandler())  # without any, Python prints what libraries log
     EVERYDAY[0] = config.option.markexpr.startswith("not slow")
     BUDGET_FACTOR[0] = config.option.budget

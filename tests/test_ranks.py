@@ -10,9 +10,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests import ranks as workers
 from tests.ranks import on_ranks
 
 CALLS: list[int] = []
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rank that waits for one that failed is killed after a second."""
+    monkeypatch.setattr(workers, "AFTER_A_FAILURE", 1)
 
 
 def total(value: int) -> int:
@@ -69,6 +76,7 @@ def counts(calls: int) -> None:
     torch.manual_seed(1)
 
 
+@pytest.mark.usefixtures("impatient")
 def test_the_workers_of_a_file_are_shared_and_start_each_test_alike() -> None:
     with contextlib.suppress(pytest.fail.Exception):
         fails(rank=0)  # the next ones are new
@@ -76,6 +84,7 @@ def test_the_workers_of_a_file_are_shared_and_start_each_test_alike() -> None:
     counts(calls=2)
 
 
+@pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_fails_fails_the_test_with_its_traceback(rank: int) -> None:
     with pytest.raises(pytest.fail.Exception) as failed:

@@ -47,11 +47,8 @@ class ConfigPart:
         cls.__replace__ = cls.replace  # `copy.replace` of Python 3.13
 
     def __post_init__(self) -> None:
-        hints = _hints(type(self))
-        for f in dataclasses.fields(self):
-            object.__setattr__(
-                self, f.name, coerce(f"{type(self).__name__}.{f.name}", getattr(self, f.name), hints[f.name])
-            )
+        for name, where, coerced in _coercions(type(self)):
+            object.__setattr__(self, name, coerced(where, getattr(self, name)))
         self._validate()
 
     def _validate(self) -> None:
@@ -95,10 +92,8 @@ class ConfigPart:
         (a mixture in all layers, heads that share hidden_size) follows in `replace` what it derives from.
         """
         check(isinstance(values, dict), cls.__name__, values, "an object of named fields")
-        known = {f.name: f for f in dataclasses.fields(cls)}
         _check_names(cls, values)
-        for name, f in known.items():
-            required = f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+        for name, required in _field_names(cls).items():
             if required and name not in values:
                 raise ConfigError(f"{cls.__name__} needs the field {name!r}")
         part = cls(**values)
@@ -129,14 +124,27 @@ class NamedParts(dict[str, Any]):
     __setitem__ = __delitem__ = __ior__ = clear = pop = popitem = setdefault = update = _unchangeable  # type: ignore
 
 
+Coercion = Callable[[str, Any], Any]
+"""Where a value is and the value -> it as the annotated type."""
+
+
 @functools.cache
-def _hints(cls: type[ConfigPart]) -> dict[str, Any]:
-    return typing.get_type_hints(cls)  # compiles each annotation again: half of the time of making a configuration
+def _coercions(cls: type[ConfigPart]) -> tuple[tuple[str, str, Coercion], ...]:
+    """Return the name of each field, how messages name it, and what its values become."""
+    hints = typing.get_type_hints(cls)  # compiles each annotation again: longer than making a part
+    return tuple((f.name, f"{cls.__name__}.{f.name}", _coercion(hints[f.name])) for f in dataclasses.fields(cls))
+
+
+@functools.cache
+def _field_names(cls: type[ConfigPart]) -> dict[str, bool]:
+    """Return the names of the fields, and of each whether it has no default."""
+    missing = dataclasses.MISSING
+    return {f.name: f.default is missing and f.default_factory is missing for f in dataclasses.fields(cls)}
 
 
 def _check_names(cls: type[ConfigPart], values: Iterable[Any]) -> None:
     """Raise ConfigError naming the first of `values` that is no field."""
-    known = {f.name for f in dataclasses.fields(cls)}
+    known = _field_names(cls)
     for name in values:
         if name not in known:
             raise ConfigError(f"{cls.__name__} has no field {name!r}; its fields are: {', '.join(sorted(known))}")
@@ -154,43 +162,76 @@ def _plain(value: Any) -> Any:
 
 def coerce(where: str, value: Any, hint: Any) -> Any:
     """Return `value` as the annotated type (lists become tuples, dicts become parts) or raise ConfigError."""
+    return _coercion(hint)(where, value)
+
+
+def _coercion(hint: Any) -> Coercion:
+    """Return what values of an annotation become: configurations ask for each field of each part."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
-        if value is None and type(None) in args:
-            return None
-        errors = []
-        for option in (a for a in args if a is not type(None)):
-            try:
-                return coerce(where, value, option)
-            except ConfigError as error:
-                errors.append(str(error))
-        raise ConfigError(errors[0])
+        options = [_coercion(a) for a in args if a is not type(None)]
+        return functools.partial(_one_of, options, type(None) in args)
     if origin is Literal:
-        check(value in args and type(value) in {type(a) for a in args}, where, value, ", ".join(map(repr, args)))
-        return value
+        return functools.partial(_literal, args, {type(a) for a in args})
     if origin is tuple:
-        check(isinstance(value, (list, tuple)), where, value, "a list")
-        return tuple(coerce(f"{where}[{i}]", v, args[0]) for i, v in enumerate(value))
+        return functools.partial(_tuple, _coercion(args[0]))
     if origin is Mapping:
-        check(isinstance(value, Mapping) and all(isinstance(n, str) for n in value), where, value, "parts by name")
-        return NamedParts({name: coerce(f"{where}.{name}", part, args[1]) for name, part in value.items()})
+        return functools.partial(_parts, _coercion(args[1]))
     if isinstance(hint, type) and issubclass(hint, ConfigPart):
-        return hint.from_dict(value) if isinstance(value, dict) else _expect(where, value, hint)
+        return functools.partial(_part, hint)
     if hint is float:
-        check(isinstance(value, (int, float)) and not isinstance(value, bool), where, value, "a number")
+        return _float
+    return _integer if hint is int else functools.partial(_expect, hint)
+
+
+def _one_of(options: list[Coercion], optional: bool, where: str, value: Any) -> Any:
+    if value is None and optional:
+        return None
+    errors = []
+    for option in options:
         try:
-            number = float(value)
-        except OverflowError:
-            number = math.inf
-        check(math.isfinite(number), where, value, "a finite number")
-        return number
-    if hint is int:
-        check(isinstance(value, int) and not isinstance(value, bool), where, value, "an integer")
-        return value
-    return _expect(where, value, hint)
+            return option(where, value)
+        except ConfigError as error:
+            errors.append(error)
+    raise ConfigError(str(errors[0]))
 
 
-def _expect(where: str, value: Any, hint: type) -> Any:
-    allowed = {str: "a string", bool: "true or false"}.get(hint, f"a {hint.__name__}")
-    check(isinstance(value, hint), where, value, allowed)
+def _literal(args: tuple[Any, ...], kinds: set[type], where: str, value: Any) -> Any:
+    if value not in args or type(value) not in kinds:
+        check(False, where, value, ", ".join(map(repr, args)))
+    return value
+
+
+def _tuple(element: Coercion, where: str, value: Any) -> Any:
+    check(isinstance(value, (list, tuple)), where, value, "a list")
+    return tuple(element(f"{where}[{i}]", v) for i, v in enumerate(value))
+
+
+def _parts(part: Coercion, where: str, value: Any) -> Any:
+    check(isinstance(value, Mapping) and all(isinstance(n, str) for n in value), where, value, "parts by name")
+    return NamedParts({name: part(f"{where}.{name}", its) for name, its in value.items()})
+
+
+def _part(hint: type[ConfigPart], where: str, value: Any) -> Any:
+    return hint.from_dict(value) if isinstance(value, dict) else _expect(hint, where, value)
+
+
+def _float(where: str, value: Any) -> Any:
+    check(isinstance(value, (int, float)) and not isinstance(value, bool), where, value, "a number")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    check(math.isfinite(number), where, value, "a finite number")
+    return number
+
+
+def _integer(where: str, value: Any) -> Any:
+    check(isinstance(value, int) and not isinstance(value, bool), where, value, "an integer")
+    return value
+
+
+def _expect(hint: type, where: str, value: Any) -> Any:
+    if not isinstance(value, hint):
+        check(False, where, value, {str: "a string", bool: "true or false"}.get(hint, f"a {hint.__name__}"))
     return value

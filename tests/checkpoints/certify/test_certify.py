@@ -88,7 +88,7 @@ def serving(folder: Path, mode: Mode = "ranges") -> Iterator[tuple[str, list[int
             pass
 
     server = Quiet(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)  # how often it looks for its end
     thread.start()
     try:
         yield f"http://127.0.0.1:{server.server_address[1]}/", sent

@@ -16,6 +16,7 @@ from te_models.kernels.packed_attention import flex_packed_attention, sees_own_d
 from te_models.kernels.packed_attention.flex import block_mask_of, seen_intervals
 from te_models.layers import DotProductAttention
 from te_models.layers.attention import dot_product_attention
+from tests.covering import EVERYDAY
 from tests.training.runs import tiny_model
 
 S = 300
@@ -137,12 +138,18 @@ def test_code_that_is_not_compiled_calls_kernels_that_are(monkeypatch: pytest.Mo
     def warn(*told: object, **_: object) -> None:
         raise AssertionError(told)
 
+    def run_graph(graph: Any, inputs: Any, **_: object) -> Any:
+        assert all(isinstance(x, Tensor) for x in inputs), "the softcap is no constant"
+        return graph
+
     monkeypatch.setattr(flex, "_warn_once", warn)
     q, k, v, _ = (t.detach() for t in inputs(S))
     graphs = torch._dynamo.utils.counters["stats"]
     before = graphs["unique_graphs"]
     causal = torch.ones(S, S, dtype=torch.bool).tril()
     for softcap in (1.5, 2.5):
+        if softcap == 2.5 and EVERYDAY[0]:  # another kernel takes seconds to compile
+            monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", run_graph)
         for documents in (DOCUMENTS, DOCUMENTS.flip(0), torch.arange(2 * S).view(2, S) // 7):
             out = flex_packed_attention(q, k, v, documents, scale=0.3, softcap=softcap)
             expected = masked(q, k, v, sees_own_document(documents) & causal, softcap, None)

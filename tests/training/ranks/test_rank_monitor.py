@@ -143,10 +143,13 @@ store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 pid = os.fork()
 if pid == 0:
     own = dist.TCPStore("127.0.0.1", store.port, is_master=False)
-    RankMonitor(own, 1, 2, 600.0).barrier()
-    time.sleep(2)
+    monitor = RankMonitor(own, 1, 2, 600.0)
+    monitor.interval = 0.1
+    monitor.barrier()
+    time.sleep(0.5)
     os.kill(os.getpid(), signal.SIGKILL)
 monitor = RankMonitor(store.clone(), 0, 2, 600.0)
+monitor.interval = 0.1  # of heartbeats alone: the timeout is of minutes
 monitor.barrier()
 try:
     while True:  # computes: no collective tells
