@@ -183,6 +183,8 @@ def _theirs_failed(what: str, folder: str | os.PathLike[str], error: Exception) 
 
 
 _OPTIONS = {"local_files_only": True, "trust_remote_code": False}
+_WITHOUT_EMBEDDING = ("mamba", "mamba2", "falcon_mamba")
+"""Kinds whose hidden states in transformers begin with what the first layer returns, and have the last layer's, too."""
 _SAME_CLASS = {"kimi_k2": "deepseek_v3"}
 """Kinds of which transformers has no class -> the one that their code is a copy of."""
 
@@ -227,7 +229,10 @@ Stages = dict[str, Tensor]
 @torch.no_grad()
 def _their_stages(model: Any, window: Tensor) -> Stages:
     output = model(window[None], output_hidden_states=True, use_cache=False)
-    first, *hidden, last = (_flat_lanes(h.float(), len(window)) for h in output.hidden_states)
+    states = output.hidden_states
+    if model.config.model_type in _WITHOUT_EMBEDDING:
+        states = (model.get_input_embeddings()(window[None]), *states[:-2], states[-1])
+    first, *hidden, last = (_flat_lanes(h.float(), len(window)) for h in states)
     size = getattr(model.config.get_text_config(), "hidden_size", first.shape[-1])
     stages = {"embedding": first[..., :size]} | {f"layer {i}": h for i, h in enumerate(hidden)}
     if last.shape[-1] == size:  # else lanes that no norm has seen

@@ -71,6 +71,9 @@ def _compared(
             form, _ = family.best_form(config, tensors)
             names = family.forms[form]
         unused = [name for name in tensors if family.unused.holds(name, values)]
+        if memory:  # tied copies may have the names of any form
+            pairs = [pair for form in family.forms.values() for pair in form.copies(config)]
+            unused += [copy for copy, original in pairs if copy in tensors and original in tensors]
         weights = solved_weights(config, names, tensors, unused)
         error_size = difference(our_logits(config, weights, built.logits, seed), built.logits)
     except (CheckpointError, ConfigError, ValueError, RuntimeError, AssertionError, TypeError, KeyError) as error:

@@ -20,11 +20,21 @@ def adapted_layers(config: TrainConfig, model: ModelConfig) -> set[str]:
     if not config.lora.rank:
         return set()
     weights = filter(is_linear_weight, expected_tensors(model, "grouped"))
-    layers, blocks = {name.rpartition(".")[0] for name in weights}, blocks_of_layers(model, "grouped")
+    layers = {name.rpartition(".")[0] for name in weights if not _in_untrained_indexer(name, model)}
+    blocks = blocks_of_layers(model, "grouped")
     try:
         return {*targeted_layers(layers, config.lora.targets, blocks)}
     except ValueError as error:
         raise ConfigError(f"lora.targets is {list(config.lora.targets)!r}: {error}") from None
+
+
+def _in_untrained_indexer(name: str, model: ModelConfig) -> bool:
+    """Whether a weight is an indexer's that no loss trains, so that `add_lora` leaves it out."""
+    if ".indexer." not in name:
+        return False
+    layer = _LAYER.match(name)
+    attention = model.attention if layer is None else model.attention_of(int(layer[1]))
+    return attention is None or attention.indexer is None or not attention.indexer.loss_coeff
 
 
 def is_frozen(config: TrainConfig, name: str) -> bool:

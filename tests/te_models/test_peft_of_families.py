@@ -11,6 +11,7 @@ from torch import Tensor
 from te_models import GPTModel
 from te_models.checkpoints import CheckpointError
 from te_models.lora import add_lora, export_adapter, load_adapter, lora_state_dict
+from tests.checkpoints.families.test_text_part import make as make_with_images
 from tests.checkpoints.family_cases import CASES, make
 
 peft: Any = pytest.importorskip("peft", reason="peft is not installed")
@@ -72,6 +73,13 @@ def test_what_peft_cannot_have_is_refused(case: str, tmp_path: Path) -> None:
     if case in MAMBA:
         with pytest.raises(ValueError, match="Module 'out_proj' is incompatible with Mamba-based models"):
             peft.get_peft_model(make(case), peft.LoraConfig(r=2, target_modules=["out_proj"], task_type="CAUSAL_LM"))
+
+
+def test_a_family_without_a_decoder_in_transformers_is_named(tmp_path: Path) -> None:
+    model = GPTModel.from_hf(make_with_images("glm5_next"))
+    add_lora(model, 2)
+    with pytest.raises(CheckpointError, match=r"^this transformers has no class for the family 'glm5_next_text'$"):
+        export_adapter(model, tmp_path)
 
 
 def test_weights_that_layers_share_have_one_adapter(tmp_path: Path) -> None:

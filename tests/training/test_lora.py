@@ -1,5 +1,6 @@
 """LoRA in a run: only adapters are trained, over any weights; runs resume, and merged models equal adapted ones."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -7,8 +8,10 @@ import pytest
 import torch
 
 from te_models import GPTModel
+from te_models.checkpoints import FAMILIES
 from te_models.config import ConfigError, ModelConfig
-from te_models.lora import load_adapter
+from te_models.lora import add_lora, load_adapter
+from te_models.lora.adapter import adapters_of
 from te_models.parallel import ParallelDims
 from te_models.parallel.parts import ModelParts
 from te_models.training import LoRAConfig, ModelSource, PrecisionConfig, ScheduleConfig, TrainConfig, train
@@ -16,6 +19,8 @@ from te_models.training.build import build_model, build_optimizer
 from te_models.training.checkpoints.checks import TrainingCheckpointError
 from te_models.training.lora import Adapters
 from te_models.training.preflight import check_run_layout
+from te_models.training.trained import adapted_layers
+from tests.checkpoints.family_cases import make
 from tests.training.runs import assert_same_bits, balanced_model, curve, tensors_under, tiny_model, tiny_run
 
 IDS = torch.arange(24)[None] * 7 % 257
@@ -157,3 +162,17 @@ def test_what_cannot_be_is_named(tmp_path: Path) -> None:
     dropping = run.replace(lora=LoRAConfig(rank=2, dropout=0.1))
     with pytest.raises(ConfigError, match=r"lora.dropout is 0.1; allowed with expert_tensor_parallel_size"):
         check_run_layout(dropping, tiny_model(moe=True), ParallelDims.of(apart, 2))
+
+
+@pytest.mark.parametrize("loss_coeff", [0.0, 0.1])
+def test_names_alone_say_which_layers_have_adapters(loss_coeff: float, tmp_path: Path) -> None:
+    """An indexer that no loss trains has none."""
+    model = FAMILIES["deepseek_v32"].read_config(json.loads(make("deepseek_v32").config.to_json_string()))
+    assert model.attention.indexer is not None
+    indexer = model.attention.indexer.replace(loss_coeff=loss_coeff)
+    model = model.replace(attention=model.attention.replace(indexer=indexer))
+    adapted = GPTModel(model, device="meta")
+    add_lora(adapted, 2)
+    names = adapted_layers(tiny_run(tmp_path, lora=LoRAConfig(rank=2)), model)
+    assert names == {name for name, _ in adapters_of(adapted)}
+    assert any(".indexer." in name for name in names) == bool(loss_coeff)

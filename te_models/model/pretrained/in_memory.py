@@ -51,8 +51,8 @@ def to_hf(gpt: GPTModel, family: str | None, *, dequantize: bool) -> transformer
     chosen.write_config(gpt.config)  # raises if the family cannot express the model
     converter = AutoConverter(gpt.config, chosen, gpt.origin)
     tensors = dict(gpt.stored_tensors())
-    if not _has_class(chosen.model_type):
-        raise CheckpointError(_without_class(gpt, chosen.model_type))
+    if not has_class(chosen.model_type):
+        raise CheckpointError(without_class(gpt, chosen.model_type))
     config = transformers_config(converter.hf_config(tensors))
     dtype = _main_dtype(tensors)  # config.json names a dtype as well, but its files may contradict it
     # transformers' other attention leaves the soft-capping of scores out
@@ -104,7 +104,7 @@ def _main_dtype(tensors: Mapping[str, torch.Tensor]) -> torch.dtype:
     return numbers.most_common(1)[0][0]
 
 
-def _has_class(model_type: str) -> bool:
+def has_class(model_type: str) -> bool:
     """Say whether transformers builds a decoder of this type, and import the configuration of no other type."""
     import transformers
 
@@ -112,7 +112,7 @@ def _has_class(model_type: str) -> bool:
     return model_type in configs and configs[model_type] in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
 
 
-def _without_class(gpt: GPTModel, family: str) -> str:
+def without_class(gpt: GPTModel, family: str) -> str:
     """Return the sentence that transformers has no class for a family, with those for which it has one."""
     from te_models.checkpoints import FAMILIES, CheckpointError
 
@@ -122,6 +122,6 @@ def _without_class(gpt: GPTModel, family: str) -> str:
             other.write_config(gpt.config)
         except CheckpointError:
             continue
-        others += [name] if _has_class(name) else []
+        others += [name] if has_class(name) else []
     allowed = f"; allowed: {', '.join(others)}" if others else ""
     return f"this transformers has no class for the family {family!r}{allowed}"

@@ -23,7 +23,10 @@ from tests.te_models.hf_models import hf_model
 
 def save(case: str, folder: Path) -> Path:
     with warnings.catch_warnings(action="ignore"):
-        (make(case) if case in CASES else hf_model(case)).save_pretrained(folder)
+        model = make(case) if case in CASES else hf_model(case)
+        if "youtu" in case:  # whose padding row transformers makes zero as it loads
+            model.get_input_embeddings().weight.data[0] = 0
+        model.save_pretrained(folder)
     return folder
 
 
