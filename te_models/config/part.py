@@ -192,8 +192,8 @@ def _one_of(options: list[Coercion], optional: bool, where: str, value: Any) -> 
         try:
             return option(where, value)
         except ConfigError as error:
-            errors.append(error)
-    raise ConfigError(str(errors[0]))
+            errors.append(str(error))  # its words alone: the error holds every frame up to here, and this one it
+    raise ConfigError(errors[0])
 
 
 def _literal(args: tuple[Any, ...], kinds: set[type], where: str, value: Any) -> Any:
