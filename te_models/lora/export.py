@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from te_models.checkpoints import AutoConverter, CheckpointError
+from te_models.checkpoints import AutoConverter
 from te_models.checkpoints.families import Family
 from te_models.checkpoints.families.base.text_part import text_family
 from te_models.checkpoints.folder.hf_config import choose_family
@@ -19,7 +19,7 @@ from te_models.layers import QuantizedTensor
 from ..config import ModelConfig
 from ..extras import require
 from ..model import GPTModel
-from ..model.pretrained.in_memory import has_class, transformers_config, without_class
+from ..model.pretrained.in_memory import check_class, transformers_config
 from .adapter import Adapter, magnitude_name
 from .factors import (
     Factors,
@@ -64,8 +64,7 @@ def export_adapter(model: GPTModel, folder: str | Path, *, base_model: str = "",
     transformers: Any = require("transformers", "hf", feature="export_adapter")
     config = adapter_config(model, base_model)
     chosen = text_family(choose_family(model.config, model.origin, family), model.config)
-    if not has_class(chosen.model_type):
-        raise CheckpointError(without_class(model, chosen.model_type))
+    check_class(model, chosen.model_type)
     check_over_peft((name for name, _ in adapters_of(model)), model.config, chosen)
     values = AutoConverter(model.config, chosen, model.origin).hf_config(dict(model.stored_tensors()))
     with torch.device("meta"):

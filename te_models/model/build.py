@@ -233,7 +233,7 @@ def give_large_pages(model: nn.Module) -> None:
     parts: list[Tensor] = []
     for parameter in model.parameters():
         fields = parameter.fields.values() if isinstance(parameter, QuantizedTensor) else (parameter,)
-        parts += [part for part in fields if part is not None and part.is_cpu]
+        parts += [part for part in fields if part.is_cpu]
     ask_for_large_pages((part.data_ptr(), part.nbytes) for part in parts)
 
 

@@ -13,14 +13,10 @@ from te_models.checkpoints import CheckpointError
 from te_models.lora import add_lora, export_adapter, load_adapter, lora_state_dict
 from tests.checkpoints.families.test_text_part import make as make_with_images
 from tests.checkpoints.family_cases import CASES, make
+from tests.te_models.test_peft_adapters import pytestmark as WARNINGS
 
 peft: Any = pytest.importorskip("peft", reason="peft is not installed")
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`:UserWarning"),
-    pytest.mark.filterwarnings("ignore:.*tie_word_embeddings.*:UserWarning"),
-    pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys did not match:RuntimeWarning"),
-]
+pytestmark = WARNINGS
 IDS = torch.arange(12)[None] * 5 % 61
 FIRST = [*{family: case for case, (family, _) in reversed(CASES.items())}.values()]
 MAMBA = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")

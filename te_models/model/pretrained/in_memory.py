@@ -51,8 +51,7 @@ def to_hf(gpt: GPTModel, family: str | None, *, dequantize: bool) -> transformer
     chosen.write_config(gpt.config)  # raises if the family cannot express the model
     converter = AutoConverter(gpt.config, chosen, gpt.origin)
     tensors = dict(gpt.stored_tensors())
-    if not has_class(chosen.model_type):
-        raise CheckpointError(without_class(gpt, chosen.model_type))
+    check_class(gpt, chosen.model_type)
     config = transformers_config(converter.hf_config(tensors))
     dtype = _main_dtype(tensors)  # config.json names a dtype as well, but its files may contradict it
     # transformers' other attention leaves the soft-capping of scores out
@@ -104,7 +103,7 @@ def _main_dtype(tensors: Mapping[str, torch.Tensor]) -> torch.dtype:
     return numbers.most_common(1)[0][0]
 
 
-def has_class(model_type: str) -> bool:
+def _has_class(model_type: str) -> bool:
     """Say whether transformers builds a decoder of this type, and import the configuration of no other type."""
     import transformers
 
@@ -112,16 +111,18 @@ def has_class(model_type: str) -> bool:
     return model_type in configs and configs[model_type] in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
 
 
-def without_class(gpt: GPTModel, family: str) -> str:
-    """Return the sentence that transformers has no class for a family, with those for which it has one."""
+def check_class(gpt: GPTModel, family: str) -> None:
+    """Raise CheckpointError where transformers has no class for a family, with those for which it has one."""
     from te_models.checkpoints import FAMILIES, CheckpointError
 
+    if _has_class(family):
+        return
     others = []
     for name, other in FAMILIES.items():
         try:
             other.write_config(gpt.config)
         except CheckpointError:
             continue
-        others += [name] if has_class(name) else []
+        others += [name] if _has_class(name) else []
     allowed = f"; allowed: {', '.join(others)}" if others else ""
-    return f"this transformers has no class for the family {family!r}{allowed}"
+    raise CheckpointError(f"this transformers has no class for the family {family!r}{allowed}")

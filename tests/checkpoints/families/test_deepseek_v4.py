@@ -210,7 +210,6 @@ def test_a_part_of_a_folder_with_the_hub_s_scales(tmp_path: Path) -> None:
 
 
 @torch.no_grad()
-@torch.no_grad()
 def test_weights_are_quantized_as_they_are_read(tmp_path: Path) -> None:
     """Also the stack of groups that is no stack of experts."""
     import_hf(save(make("deepseek_v4"), tmp_path / "hf"), tmp_path / "ours")
@@ -222,6 +221,7 @@ def test_weights_are_quantized_as_they_are_read(tmp_path: Path) -> None:
     assert (read.dequantize() - plain[name]).abs().max() <= 2**-4 * plain[name].abs().max()
 
 
+@torch.no_grad()
 def test_fp4_experts_that_config_json_does_not_declare(tmp_path: Path) -> None:
     source, _ = quantized_folders(tmp_path, scale="scale", fp4=True, form="published")
     values = json.loads((source / "config.json").read_text())
